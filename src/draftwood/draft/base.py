@@ -1,0 +1,132 @@
+"""What a drafter is: the protocol, what it is told, and the drafter that never drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draftwood.sampling import Sampler
+from draftwood.tree.tree import DraftTree, ScoredPrefixes
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """How much a drafter may propose per sequence.
+
+    Attributes:
+        max_nodes: most drafted nodes per sequence (anchor excluded).
+        max_width: most candidate tokens per depth; 1 asks for the single best chain, ``None``
+            leaves the width to the drafter.
+    """
+
+    max_nodes: int
+    max_width: int | None = None
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """One sequence to draft for.
+
+    Attributes:
+        seq_id: the engine's id; a drafter keys its own state by it.
+        token_ids: all committed tokens, prompt and output; ``token_ids[-1]`` is the anchor. The
+            engine's own list: read it, do not keep or change it.
+        prompt_len: number of prompt tokens in ``token_ids``.
+        max_depth: deepest node that could still be emitted; 0 means propose nothing.
+        sampler: the request's sampler, for its temperature, truncation and keyed noise.
+    """
+
+    seq_id: int
+    token_ids: Sequence[int]
+    prompt_len: int
+    max_depth: int
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one cycle (or one prefill chunk) added to a sequence; the drafter sees every token.
+
+    Attributes:
+        seq_id: the engine's id.
+        start: position of ``token_ids[0]``; equals the number of tokens reported before.
+        token_ids: tokens that entered the target's KV cache: [anchor, accepted nodes…], or a
+            prefill chunk.
+        features: [len(token_ids), num_taps · hidden] raw decoder-layer outputs of those tokens
+            at the drafter's taps, concatenated in tap order; ``None`` when it has no taps.
+        picks: the target's own tokens at depth 1, 2, … of this cycle's walk (accepted nodes, then
+            the bonus token), before truncation at a stop; empty for prefill.
+        num_drafted: nodes that were verified this cycle (0: the sequence decoded plainly).
+    """
+
+    seq_id: int
+    start: int
+    token_ids: Sequence[int]
+    features: torch.Tensor | None
+    picks: Sequence[int]
+    num_drafted: int
+
+
+class Drafter(Protocol):
+    """Proposes prefixes. Never decides anything: the output is the target's whatever it says.
+
+    ``observe`` is called for every committed token of a sequence in order and without gaps,
+    also for cycles that decoded plainly and for prefill chunks. Sequences appear with their
+    first ``observe`` or ``propose`` and end with ``release``, which must free all their memory.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target decoder layers whose raw outputs this drafter needs, () if none."""
+        ...
+
+    @property
+    def horizon(self) -> int:
+        """Deepest prefix it can propose (block_size − 1 for block diffusion); 0: never drafts."""
+        ...
+
+    def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
+        """The at most ``limits.max_nodes`` best prefixes of each context, best first."""
+        ...
+
+    def observe(self, committed: Sequence[Committed]) -> None:
+        """Take in committed tokens and learn from the verdicts."""
+        ...
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget everything about positions ≥ ``length`` (a chat turn was edited)."""
+        ...
+
+    def release(self, seq_id: int) -> None:
+        """Drop all state of a sequence; unknown ids are fine."""
+        ...
+
+
+class Prefetching(Protocol):
+    """A drafter that can work while the target verifies."""
+
+    def prefetch(self, contexts: Sequence[DraftContext], tree: DraftTree) -> None:
+        """Start drafting for the likely outcomes of ``tree``; must not block."""
+        ...
+
+
+class NullDrafter:
+    """Never drafts: plain autoregressive decoding on the same loop."""
+
+    taps: tuple[int, ...] = ()
+    horizon = 0
+
+    def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
+        return ScoredPrefixes.empty(len(contexts))
+
+    def observe(self, committed: Sequence[Committed]) -> None:
+        pass
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        pass
+
+    def release(self, seq_id: int) -> None:
+        pass
