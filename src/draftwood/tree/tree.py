@@ -59,6 +59,17 @@ class ScoredPrefixes:
         zero = np.zeros((len(self), 1))
         return np.concatenate([zero, np.cumsum(probs, axis=1)], axis=1)
 
+    def row(self, index: int) -> ScoredPrefixes:
+        """The record of one sequence alone."""
+        part = slice(index, index + 1)
+        return ScoredPrefixes(
+            self.token_ids[part],
+            self.parents[part],
+            self.depths[part],
+            self.log_probs[part],
+            self.counts[part],
+        )
+
     @staticmethod
     def empty(num_seqs: int) -> ScoredPrefixes:
         """No prefixes at all for ``num_seqs`` sequences."""

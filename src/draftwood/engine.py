@@ -1,0 +1,355 @@
+"""THE decode loop: draft a tree, verify it in one target pass, keep what the target says itself."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits, NullDrafter
+from draftwood.records import CycleRecord, CycleStats, Output, StageSeconds, StepEvent
+from draftwood.request import Prompt, new_sequence, prompt_list
+from draftwood.sampling import SamplingParams
+from draftwood.sequence import SequenceState, StopWhen
+from draftwood.target.model import Target
+from draftwood.tree.budget import BudgetPolicy, CycleState, Off
+from draftwood.tree.latency import LatencyModel, OnlineLatency
+from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
+from draftwood.verify import Verdict, walk
+
+
+class Engine:
+    """Decodes any number of sequences on one target, one drafter and one budget policy.
+
+    Sequences join (``add``) and leave (a stop, ``abort``) between cycles. Not thread-safe.
+
+    Args:
+        target: the model whose output must not change.
+        drafter: what proposes; None decodes plainly.
+        policy: how many nodes to verify per cycle; None is plain decoding.
+        latency: the latency model the policy consults, and that every cycle refits.
+        max_batch: sequences decoded together; more wait in order of arrival.
+        prefill_chunk_len: prompt tokens one sequence takes in per cycle.
+        on_cycle: called with the full record of every cycle (traces, recordings).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: BudgetPolicy | None = None,
+        *,
+        latency: LatencyModel | None = None,
+        max_batch: int = 16,
+        prefill_chunk_len: int = 512,
+        on_cycle: Callable[[CycleRecord], None] | None = None,
+    ) -> None:
+        if max_batch < 1 or prefill_chunk_len < 1:
+            raise ValueError(
+                f"max_batch and prefill_chunk_len must be ≥ 1, got {max_batch}, {prefill_chunk_len}"
+            )
+        self.target = target
+        self.drafter: Drafter = drafter if drafter is not None else NullDrafter()
+        self.policy: BudgetPolicy = policy if policy is not None else Off()
+        self.latency: LatencyModel = latency if latency is not None else OnlineLatency()
+        self.max_batch = max_batch
+        self.prefill_chunk_len = prefill_chunk_len
+        self.on_cycle = on_cycle
+        self._waiting: deque[SequenceState] = deque()
+        self._running: list[SequenceState] = []
+        self._kept: dict[int, SequenceState] = {}
+        self._next_id = 0
+
+    # ---- the loop -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def cycle(self, seqs: Sequence[SequenceState]) -> list[StepEvent]:
+        """One cycle for all ``seqs``: prefilling ones take in a chunk, the others decode."""
+        watch = Stopwatch()
+        lens = [seq.cache.length for seq in seqs]
+        decoding = [i for i, seq in enumerate(seqs) if seq.is_decoding]
+
+        scored, budgets = self._draft([seqs[i].context() for i in decoding])
+        tree = self._plant(seqs, decoding, scored, budgets)
+        watch.lap("draft_s")
+
+        out = self.target.forward(tree, [seq.cache for seq in seqs], self.drafter.taps)
+        watch.lap("verify_s")
+
+        samplers = [seq.sampler if seq.is_decoding else None for seq in seqs]
+        verdicts = walk(tree, lambda rows: self.target.logits(out.hidden[rows]), samplers)
+        watch.lap("walk_s")
+
+        emitted = [_accept(seq, verdict) for seq, verdict in zip(seqs, verdicts, strict=True)]
+        committed = [
+            _commit(seq, tree, i, verdict, len(tokens), out.features)
+            for i, (seq, verdict, tokens) in enumerate(zip(seqs, verdicts, emitted, strict=True))
+        ]
+        self.drafter.observe([record for record in committed if record is not None])
+        texts = [seq.text.take() if seq.text is not None else "" for seq in seqs]
+        watch.lap("commit_s")
+
+        record = CycleRecord(
+            [seq.seq_id for seq in seqs], decoding, tree, scored, budgets, verdicts,
+            [len(tokens) for tokens in emitted], lens, watch.seconds(),
+        )  # fmt: skip
+        self._learn(seqs, record)
+        return [self._event(*row) for row in zip(seqs, emitted, texts, strict=True)]
+
+    def _draft(self, contexts: list[DraftContext]) -> tuple[ScoredPrefixes, IntArray]:
+        state = CycleState([len(c.token_ids) - 1 for c in contexts], self.drafter.horizon)
+        max_nodes, max_width = self.policy.limits(state, self.latency) if contexts else (0, None)
+        if max_nodes == 0 or self.drafter.horizon == 0:
+            scored = ScoredPrefixes.empty(len(contexts))
+            return scored, scored.counts
+        scored = self.drafter.propose(contexts, DraftLimits(max_nodes, max_width))
+        return scored, self.policy.choose(scored, state, self.latency)
+
+    def _plant(
+        self,
+        seqs: Sequence[SequenceState],
+        decoding: list[int],
+        scored: ScoredPrefixes,
+        budgets: IntArray,
+    ) -> DraftTree:
+        if len(decoding) == len(seqs):
+            return DraftTree.grow([seq.token_ids[-1] for seq in seqs], scored, budgets)
+        chunks = {
+            i: DraftTree.chain(seq.next_chunk(self.prefill_chunk_len))
+            for i, seq in enumerate(seqs)
+            if not seq.is_decoding
+        }
+        for row, i in enumerate(decoding):
+            one = scored.row(row)
+            chunks[i] = DraftTree.grow([seqs[i].token_ids[-1]], one, budgets[row : row + 1])
+        return DraftTree.pack([chunks[i] for i in range(len(seqs))])
+
+    def _learn(self, seqs: Sequence[SequenceState], record: CycleRecord) -> None:
+        """Refit the latency model and file the cycle with its sequences and listeners."""
+        seconds, tree = record.seconds, record.tree
+        phis = record.scored.phi()
+        rows = {i: row for row, i in enumerate(record.decoding)}
+        for i, seq in enumerate(seqs):
+            if i not in rows:
+                seq.prefill_s += seconds.total_s
+                continue
+            row, verdict = rows[i], record.verdicts[i]
+            budget = int(record.budgets[row])
+            stats = CycleStats(
+                num_drafted=budget,
+                num_accepted=len(verdict.path) - 1,
+                num_committed=record.num_committed[i],
+                phi=float(phis[row, budget]),
+                context_len=record.context_lens[i],
+                num_seqs=len(seqs),
+                seconds=seconds,
+            )
+            seq.cycles.append(stats)
+        if len(rows) == len(seqs):
+            self.latency.observe(
+                width=len(tree),
+                context_len=sum(record.context_lens) / len(seqs),
+                num_seqs=len(seqs),
+                verify_s=seconds.verify_s + seconds.walk_s,
+                draft_s=seconds.draft_s if record.scored.max_nodes else None,
+                other_s=seconds.commit_s + seconds.other_s,
+            )
+        if self.on_cycle is not None:
+            self.on_cycle(record)
+
+    def _event(self, seq: SequenceState, emitted: list[int], text: str) -> StepEvent:
+        if seq.finish_reason is None:
+            return StepEvent(seq.seq_id, emitted, text)
+        tail = seq.text.finish() if seq.text is not None else ""
+        self._running.remove(seq)
+        self._retire(seq)
+        return StepEvent(seq.seq_id, emitted, text + tail, seq.output())
+
+    # ---- sequences join and leave ---------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        processors: Sequence[Callable[..., torch.Tensor]] = (),
+        stop_when: StopWhen | None = None,
+        sample_index: int = 0,
+        keep: bool = False,
+        resume: int | None = None,
+    ) -> int:
+        """Queue a sequence; it starts with the next ``step``.
+
+        Args:
+            prompt: text (one user turn through the chat template), chat messages, or token ids.
+            params: sampling settings; greedy by default.
+            raw: take a text prompt as it is, without the chat template.
+            processors: extra transformers-style logits processors, applied before the others.
+            stop_when: ends the sequence when it returns True for all its tokens so far.
+            sample_index: selects an independent sample of the same seed.
+            keep: keep the KV cache when the sequence finishes, for ``resume``.
+            resume: id of a kept sequence whose cached tokens are reused as far as they agree.
+
+        Returns:
+            The id used in events and by ``abort``.
+
+        Raises:
+            ValueError: an empty or too long prompt, an unknown token or sequence id, stop strings
+                without a tokenizer.
+        """
+        if resume is not None and resume not in self._kept:
+            raise ValueError(f"no kept sequence {resume} to resume; add it with keep=True first")
+        seq = new_sequence(
+            self.target, self._next_id, prompt, params or SamplingParams(), raw=raw,
+            processors=processors, stop_when=stop_when, sample_index=sample_index, keep=keep,
+            old=self._kept.get(resume) if resume is not None else None,
+        )  # fmt: skip
+        if resume is not None:
+            del self._kept[resume]
+            self.drafter.truncate(seq.seq_id, seq.cache.length)
+        self._next_id = max(self._next_id, seq.seq_id + 1)
+        self._waiting.append(seq)
+        return seq.seq_id
+
+    def step(self) -> list[StepEvent]:
+        """Admit waiting sequences and run one cycle; [] when there is nothing to do."""
+        while self._waiting and len(self._running) < self.max_batch:
+            self._running.append(self._waiting.popleft())
+        return self.cycle(list(self._running)) if self._running else []
+
+    def abort(self, seq_id: int) -> Output | None:
+        """End a sequence and free its memory, or free a kept one; None if unknown.
+
+        A sequence added with ``keep=True`` is kept when aborted while it runs: a second call
+        frees it.
+        """
+        groups: tuple[Any, ...] = (self._running, self._waiting)
+        for group in groups:
+            for seq in [seq for seq in group if seq.seq_id == seq_id]:
+                group.remove(seq)
+                seq.finish_reason = "abort"
+                self._retire(seq)
+                return seq.output()
+        kept = self._kept.pop(seq_id, None)
+        if kept is not None:
+            self._free(kept)
+        return kept.output() if kept is not None else None
+
+    @property
+    def num_active(self) -> int:
+        """Sequences running or waiting."""
+        return len(self._running) + len(self._waiting)
+
+    def _retire(self, seq: SequenceState) -> None:
+        if seq.keep and seq.finish_reason != "error":
+            self._kept[seq.seq_id] = seq
+        else:
+            self._free(seq)
+
+    def _free(self, seq: SequenceState) -> None:
+        seq.cache.release()
+        self.drafter.release(seq.seq_id)
+
+    # ---- whole generations ----------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> list[Output]:
+        """Decode prompts to the end; outputs in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list of them (see ``add``); a flat list of ints is one prompt.
+            params: one setting for all, or one per prompt.
+        """
+        many = prompt_list(prompts)
+        settings = [params] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(settings) != len(many):
+            raise ValueError(f"{len(settings)} sampling settings for {len(many)} prompts")
+        ids: list[int] = []
+        outputs: dict[int, Output] = {}
+        try:
+            for prompt, setting in zip(many, settings, strict=True):
+                ids.append(self.add(prompt, setting, raw=raw))
+            while len(outputs) < len(ids):
+                events = self.step()
+                outputs |= {e.seq_id: e.output for e in events if e.output is not None}
+        finally:
+            for seq_id in set(ids) - set(outputs):
+                self.abort(seq_id)
+        return [outputs[seq_id] for seq_id in ids]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
+    ) -> Iterator[str]:
+        """Yield text as it becomes certain; abandoning the iterator frees the sequence."""
+        if self.target.tokenizer is None:
+            raise ValueError("stream yields text and this target has no tokenizer; use step()")
+        seq_id = self.add(prompt, params, raw=raw)
+        done = False
+        try:
+            while not done:
+                for event in self.step():
+                    if event.seq_id == seq_id:
+                        done = event.output is not None
+                        if event.text:
+                            yield event.text
+        finally:
+            if not done:
+                self.abort(seq_id)
+
+
+def _accept(seq: SequenceState, verdict: Verdict) -> list[int]:
+    """Truncate a verdict into the sequence's output; a failed row ends only its own sequence."""
+    if verdict.error is not None:
+        seq.finish_reason, seq.error = "error", verdict.error
+        return []
+    return seq.accept(verdict.picks)
+
+
+def _commit(
+    seq: SequenceState,
+    tree: DraftTree,
+    index: int,
+    verdict: Verdict,
+    num_emitted: int,
+    features: torch.Tensor | None,
+) -> Committed | None:
+    """Keep the K/V rows of the emitted path: the anchor and all emitted tokens but the last."""
+    start, end = tree.span(index)
+    picks = [pick.token_id for pick in verdict.picks]
+    path = verdict.path[:num_emitted] if picks else verdict.path
+    if verdict.error is not None or not len(path):
+        return None
+    position = seq.cache.length
+    rows = torch.as_tensor(path)
+    seq.cache.commit(path - start)
+    return Committed(
+        seq.seq_id, position, tree.token_ids[path].tolist(),
+        features[rows] if features is not None else None, picks, end - start - 1 if picks else 0,
+    )  # fmt: skip
+
+
+class Stopwatch:
+    """Lap times of one cycle, in seconds."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self._laps[stage] = now - self._last
+        self._last = now
+
+    def seconds(self) -> StageSeconds:
+        """Laps so far; what no lap covers is ``other_s``."""
+        total = time.perf_counter() - self._begin
+        return StageSeconds(**self._laps, other_s=max(0.0, total - sum(self._laps.values())))
