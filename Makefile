@@ -1,0 +1,53 @@
+# draftwood: `make demo` shows it, `make test` checks it. Both build .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Tests run tiny models: one thread each is fastest, and OpenMP with more stalls on a busy machine.
+TEST_THREADS ?= 1
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint clean help
+
+help:
+	@echo "make demo   generate with a real model, plainly and accelerated, and compare"
+	@echo "make test   run the tests   (PYTEST_ARGS='-k tree' to select)"
+	@echo "make lint   ruff and mypy"
+	@echo "make clean  remove .venv and caches"
+
+demo: $(VENV)/.demo
+	$(BIN)/draftwood demo
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=$(TEST_THREADS) MKL_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The virtual environment, remade when pyproject.toml changes. Without an NVIDIA GPU torch is
+# pinned first, to a release that package indexes with CPU-only builds carry; where that release
+# cannot be had, any supported one does.
+$(VENV)/.torch: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "draftwood needs Python 3.10 or newer, '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
+		echo "Name another one:  make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; \
+		then $(BIN)/python -m pip install --quiet 'torch>=2.9'; \
+		else $(BIN)/python -m pip install --quiet 'torch==2.13.0' \
+			|| $(BIN)/python -m pip install --quiet 'torch>=2.9'; fi
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[gguf]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
