@@ -1,0 +1,114 @@
+"""Walk a draft tree by the target's own rule: draw its next token, follow it if it was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isnan
+
+import numpy as np
+import torch
+
+from draftwood.errors import DraftwoodError
+from draftwood.sampling import Pick, Sampler, bad_scores
+from draftwood.tree.tree import DraftTree, IntArray
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target said about one sequence's tree.
+
+    Attributes:
+        path: [1 + num_accepted] packed nodes from the sequence's first node to the last accepted;
+            for a prefill chunk, all its nodes.
+        picks: the target's tokens: of the accepted nodes, then the bonus token, so one per node of
+            ``path``. Empty for a prefill chunk.
+        error: why the next token could not be drawn; the picks before it are still the target's.
+    """
+
+    path: IntArray
+    picks: list[Pick] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class _Walker:
+    """One sequence on its way down."""
+
+    sampler: Sampler
+    path: list[int]
+    picks: list[Pick] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [pick.token_id for pick in self.picks]
+
+
+def walk(
+    tree: DraftTree,
+    logits_of: Callable[[IntArray], torch.Tensor],
+    samplers: Sequence[Sampler | None],
+) -> list[Verdict]:
+    """Let the target draw its own tokens down the tree, all sequences in step.
+
+    At every node the target draws its next token exactly as without a tree; if a child carries it
+    the walk goes there, else it ends. The tree decides only how far one cycle gets.
+
+    Args:
+        tree: N packed nodes of S sequences.
+        logits_of: packed node indices [R] → target logits [R, V] after those nodes. Called once per
+            depth with the nodes that the walk visits there, at most one per sequence.
+        samplers: one per sequence; None accepts the whole (prefill) chain and draws nothing.
+
+    Returns:
+        One verdict per sequence. A failure (NaN logits, a failing processor) concerns only its own.
+    """
+    assert len(samplers) == tree.num_seqs, (len(samplers), tree.num_seqs)
+    walkers = [
+        _Walker(sampler, [int(start)]) if sampler is not None else None
+        for sampler, start in zip(samplers, tree.starts, strict=False)
+    ]
+    active = [walker for walker in walkers if walker is not None]
+    while active:
+        nodes = np.array([walker.path[-1] for walker in active], dtype=np.int64)
+        _draw(active, logits_of(nodes))
+        active = [walker for walker in active if _step(walker, tree)]
+    return [
+        Verdict(np.arange(*tree.span(s), dtype=np.int64))
+        if walker is None
+        else Verdict(np.array(walker.path, dtype=np.int64), walker.picks, walker.error)
+        for s, walker in enumerate(walkers)
+    ]
+
+
+def _draw(walkers: Sequence[_Walker], logits: torch.Tensor) -> None:
+    """Append one pick, or the error, to each walker; ``logits`` [R, V] holds their rows."""
+    plain = [row for row, walker in enumerate(walkers) if walker.sampler.is_plain_greedy]
+    if plain:
+        rows = logits if len(plain) == len(walkers) else logits[plain]
+        values, ids = rows.max(dim=-1)  # the first maximum, NaN if there is one
+        for row, value, token_id in zip(plain, values.tolist(), ids.tolist(), strict=True):
+            walker = walkers[row]
+            if isnan(value) or value == -torch.inf:
+                position = walker.sampler.num_output + len(walker.picks)
+                walker.error = bad_scores(value, position)
+            else:
+                walker.picks.append(Pick(token_id))
+    for row in set(range(len(walkers))).difference(plain):
+        walker = walkers[row]
+        try:
+            walker.picks.append(walker.sampler.pick(logits[row], walker.tokens))
+        except DraftwoodError as error:
+            walker.error = str(error)
+
+
+def _step(walker: _Walker, tree: DraftTree) -> bool:
+    """Go to the child that carries the last pick; False where the walk ends."""
+    if walker.error is not None:
+        return False
+    child = tree.children(walker.path[-1]).get(walker.picks[-1].token_id)
+    if child is None:
+        return False
+    walker.path.append(child)
+    return True
