@@ -308,10 +308,10 @@ class Engine:
 
 def _accept(seq: SequenceState, verdict: Verdict) -> list[int]:
     """Truncate a verdict into the sequence's output; a failed row ends only its own sequence."""
-    if verdict.error is not None:
+    emitted = seq.accept(verdict.picks)
+    if verdict.error is not None and seq.finish_reason is None:
         seq.finish_reason, seq.error = "error", verdict.error
-        return []
-    return seq.accept(verdict.picks)
+    return emitted
 
 
 def _commit(
@@ -325,15 +325,16 @@ def _commit(
     """Keep the K/V rows of the emitted path: the anchor and all emitted tokens but the last."""
     start, end = tree.span(index)
     picks = [pick.token_id for pick in verdict.picks]
-    path = verdict.path[:num_emitted] if picks else verdict.path
-    if verdict.error is not None or not len(path):
+    drew = bool(picks) or verdict.error is not None
+    path = verdict.path[:num_emitted] if drew else verdict.path
+    if not len(path):
         return None
     position = seq.cache.length
-    rows = torch.as_tensor(path)
     seq.cache.commit(path - start)
     return Committed(
         seq.seq_id, position, tree.token_ids[path].tolist(),
-        features[rows] if features is not None else None, picks, end - start - 1 if picks else 0,
+        features[torch.from_numpy(path)] if features is not None else None,
+        picks, end - start - 1 if drew else 0,
     )  # fmt: skip
 
 
