@@ -1,0 +1,180 @@
+"""The exactly most probable prefixes of a block of independent per-depth distributions.
+
+The probability of a prefix is the product of its tokens' marginals, Φ(n) the sum over the n most
+probable ones; those are the tree of n nodes with the highest expected acceptance (DDTree,
+2604.12989). Only the K best candidates of each depth are looked at, with a test whether more
+could have mattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from draftwood.tree.best_first import best_first
+from draftwood.tree.level_beam import level_beam
+from draftwood.tree.topk import top_k
+from draftwood.tree.tree import NO_PARENT, BoolArray, FloatArray, ScoredPrefixes
+
+Array = torch.Tensor | NDArray
+
+# Candidates per depth at first. More than 64 are needed for budgets above 64 on flat
+# distributions only; the test tells, and the second try takes as many as nodes.
+_FIRST_TRY = 64
+# Nodes in all from which an accelerator's ~100 launches beat ~1 µs per node of the heap.
+_MIN_NODES_ON_DEVICE = 2048
+_MAX_LOG_PROB = 1e-3  # rounding of a log-softmax, not more
+
+
+def top_prefixes(
+    log_probs: Array,
+    max_nodes: int,
+    *,
+    max_width: int | None = None,
+    max_depths: Sequence[int] | None = None,
+    token_map: Array | None = None,
+) -> ScoredPrefixes:
+    """The ``max_nodes`` most probable prefixes of each sequence, best first.
+
+    Sums run left to right in float64. Tokens of probability 0 (and NaN) are never proposed.
+    Under ties which of the equal prefixes are taken is unspecified; Φ is not affected.
+
+    Args:
+        log_probs: [S, L, V] natural logs of each depth's distribution, any float type and device.
+        max_nodes: most prefixes per sequence; 0 gives none.
+        max_width: only the ``max_width`` best tokens of each depth; 1 is the single chain.
+        max_depths: [S] deepest prefix per sequence; L if not given.
+        token_map: [V] target token id of each column (a reduced draft vocabulary), best kept on
+            the device of ``log_probs``.
+
+    Raises:
+        ValueError: a wrong shape, ``max_width`` below 1, or values that are no log-probabilities.
+    """
+    scores = torch.as_tensor(log_probs)
+    if scores.ndim != 3:
+        raise ValueError(f"log_probs must be [S, L, V], got shape {tuple(scores.shape)}")
+    if max_width is not None and max_width < 1:
+        raise ValueError(f"max_width must be ≥ 1 or None, got {max_width}")
+    num_seqs, horizon, vocab_size = scores.shape
+    # A prefix of depth d needs d nodes, and deeper rows than asked for need not be searched.
+    deepest = horizon if max_depths is None else max(max_depths, default=0)
+    horizon = min(horizon, max_nodes, deepest)
+    if num_seqs == 0 or horizon <= 0 or vocab_size == 0:
+        return ScoredPrefixes.empty(num_seqs)
+    scores = scores[:, :horizon]
+    full = min(max_nodes, vocab_size, max_width or vocab_size)
+    first = min(full, _FIRST_TRY)
+    found, exact = _search(scores, first, max_nodes, max_depths, token_map)
+    if first == full or exact.all():
+        return found
+    rows = [found.row(s) for s in range(num_seqs)]
+    for s in np.flatnonzero(~exact).tolist():
+        depth = None if max_depths is None else [max_depths[s]]
+        rows[s], _ = _search(scores[s : s + 1], full, max_nodes, depth, token_map)
+    return ScoredPrefixes.stack(rows)
+
+
+def top_prefixes_from_candidates(
+    log_probs: Array,
+    ids: Array,
+    max_nodes: int,
+    *,
+    max_depths: Sequence[int] | None = None,
+) -> ScoredPrefixes:
+    """The ``max_nodes`` most probable prefixes made of the given candidates, best first.
+
+    Args:
+        log_probs: [S, L, K] natural logs of the candidates' probabilities, each row in
+            non-increasing order; −inf for none.
+        ids: [S, L, K] their token ids.
+        max_nodes: most prefixes per sequence; 0 gives none.
+        max_depths: [S] deepest prefix per sequence; L if not given.
+
+    Raises:
+        ValueError: values that are no log-probabilities in non-increasing order.
+    """
+    scores, tokens = torch.as_tensor(log_probs), torch.as_tensor(ids)
+    if scores.ndim != 3 or scores.shape != tokens.shape:
+        raise ValueError(
+            f"candidates must be [S, L, K] with as many ids, got shapes "
+            f"{tuple(scores.shape)} and {tuple(tokens.shape)}"
+        )
+    if scores.numel() == 0 or max_nodes <= 0:
+        return ScoredPrefixes.empty(len(scores))
+    costs = _costs(scores, max_depths)
+    if bool((costs[..., 1:] < costs[..., :-1]).any()):
+        raise ValueError("candidates must be sorted by non-increasing log-probability")
+    return _enumerate(costs, tokens, max_nodes)
+
+
+def _search(
+    scores: torch.Tensor,
+    width: int,
+    max_nodes: int,
+    max_depths: Sequence[int] | None,
+    token_map: Array | None,
+) -> tuple[ScoredPrefixes, BoolArray]:
+    """Prefixes of the ``width`` best tokens per depth; [S] whether wider could not be better."""
+    num_seqs, horizon, vocab_size = scores.shape
+    values, ids = top_k(scores.reshape(-1, vocab_size), width)
+    if token_map is not None:
+        ids = torch.as_tensor(token_map, device=ids.device)[ids].long()
+    shape = (num_seqs, horizon, width)
+    costs = _costs(values.view(shape), max_depths)
+    found = _enumerate(costs, ids.view(shape), max_nodes)
+    # The cheapest prefix through a token not looked at: the best one to there, and that token,
+    # which costs at least as much as the last one looked at.
+    best = costs[:, :, 0]
+    above = torch.cat([torch.zeros_like(best[:, :1]), best[:, :-1].cumsum(1)], dim=1)
+    unseen = (above + costs[:, :, -1]).amin(1).cpu().numpy()
+    return found, _last_cost(found, max_nodes) <= unseen
+
+
+def _last_cost(found: ScoredPrefixes, max_nodes: int) -> FloatArray:
+    """[S] cost of the ``max_nodes``-th prefix, +inf where there are fewer."""
+    if found.max_nodes < max_nodes:
+        return np.full(len(found), np.inf)
+    return -found.log_probs[:, max_nodes - 1]
+
+
+def _costs(log_probs: torch.Tensor, max_depths: Sequence[int] | None) -> torch.Tensor:
+    """[S, L, K] float64 −log q ≥ 0; +inf for impossible tokens and below ``max_depths``."""
+    costs = -log_probs.detach().double()
+    costs = torch.where(costs.isnan(), torch.inf, costs)
+    lowest = float(costs.min())
+    if lowest < -_MAX_LOG_PROB:
+        raise ValueError(f"log-probabilities must be ≤ 0, got {-lowest:.3g}; apply log_softmax")
+    costs = costs.clamp(min=0.0)
+    if max_depths is not None:
+        limits = torch.as_tensor(max_depths, device=costs.device)
+        below = torch.arange(costs.shape[1], device=costs.device) >= limits[:, None]
+        costs = costs.masked_fill(below[:, :, None], torch.inf)
+    return costs
+
+
+def _enumerate(costs: torch.Tensor, ids: torch.Tensor, max_nodes: int) -> ScoredPrefixes:
+    """Chosen by measurement (benchmarks/enumerate.py): the heap everywhere on a CPU."""
+    if costs.shape[2] == 1:
+        return _chain(costs[:, :, 0].cpu().numpy(), ids[:, :, 0].cpu().numpy(), max_nodes)
+    if costs.device.type == "cuda" and len(costs) * max_nodes >= _MIN_NODES_ON_DEVICE:
+        return level_beam(costs, ids, max_nodes)
+    return best_first(costs.cpu().numpy(), ids.cpu().numpy(), max_nodes)
+
+
+def _chain(costs: FloatArray, ids: NDArray, max_nodes: int) -> ScoredPrefixes:
+    """One candidate per depth: costs and ids [S, L]."""
+    total = np.cumsum(costs[:, :max_nodes], axis=1)
+    counts = np.isfinite(total).sum(axis=1)
+    total = total[:, : counts.max()]
+    depths = np.broadcast_to(np.arange(1, total.shape[1] + 1), total.shape)
+    valid = depths <= counts[:, None]
+    return ScoredPrefixes(
+        np.where(valid, ids[:, : total.shape[1]], 0).astype(np.int64),
+        np.where(valid, depths - 2, NO_PARENT),
+        np.where(valid, depths, 0),
+        -total,
+        counts,
+    )
