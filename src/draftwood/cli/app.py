@@ -1,0 +1,70 @@
+"""The command line application: its subcommands, and errors as one clean line."""
+
+from __future__ import annotations
+
+import errno
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from draftwood.cli import chat, demo, generate, info
+from draftwood.cli.console import fail
+from draftwood.errors import DraftwoodError
+
+
+class CleanErrors(TyperGroup):
+    """Failures that have an explanation end in one line and exit code 1, without a traceback.
+
+    Anything else is a fault of draftwood and keeps its traceback.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, DraftwoodError, ImportError, MemoryError) as error:
+            fail(str(error) or type(error).__name__)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of our output left: typer ends quietly
+                raise
+            fail(str(error))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            fail(str(error))
+
+
+def version(wanted: bool) -> None:
+    """Print the version and leave."""
+    if wanted:
+        from draftwood import __version__
+
+        typer.echo(f"draftwood {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="draftwood",
+    cls=CleanErrors,
+    help="Exact, faster language model decoding with block-diffusion draft trees.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Exact, faster language model decoding with block-diffusion draft trees."""
+
+
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+app.command("info")(info.info)

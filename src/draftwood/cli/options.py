@@ -1,0 +1,106 @@
+"""Options that several commands share, and what they are turned into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwood.cli.console import note, stderr
+
+if TYPE_CHECKING:
+    from draftwood.engine import Engine
+    from draftwood.sampling import SamplingParams
+
+MODEL = "Model"
+SAMPLING = "Sampling"
+
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target", "-t", rich_help_panel=MODEL,
+        help="Hub id, local folder, GGUF file, or 'demo' (SmolLM2-135M-Instruct).",
+    ),
+]  # fmt: skip
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter", "-d", rich_help_panel=MODEL,
+        help="'auto', 'lookup', 'none', or a hub id or folder: a DFlash drafter or a smaller "
+        "causal language model.",
+    ),
+]  # fmt: skip
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget", "-b", rich_help_panel=MODEL,
+        help="Drafted nodes verified per cycle: a number, 'auto', 'chain' or 'off'.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str, typer.Option(rich_help_panel=MODEL, help="'auto', 'float32', 'bfloat16' or 'float16'.")
+]
+Device = Annotated[
+    str, typer.Option(rich_help_panel=MODEL, help="'auto', 'cpu', 'cuda', 'cuda:1', …")
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "-T", rich_help_panel=SAMPLING, help="0 is greedy.")
+]
+TopK = Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="0 is off.")]
+TopP = Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="1 is off.")]
+MinP = Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="0 is off.")]
+RepetitionPenalty = Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="1 is off.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=SAMPLING,
+        help="Same seed, same text, with any drafter and budget. Drawn and shown if not given.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", rich_help_panel=SAMPLING, help="Longest output.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(rich_help_panel=SAMPLING, help="End before this text. May be given repeatedly."),
+]
+
+
+def sampling_params(*, stop: list[str] | None, **settings: Any) -> SamplingParams:
+    """Sampling settings; a value out of range is a usage error."""
+    from draftwood.sampling import SamplingParams
+
+    try:
+        return SamplingParams(stop=tuple(stop or ()), **settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def open_engine(
+    target: str,
+    drafter: str,
+    budget: str,
+    *,
+    dtype: str,
+    device: str,
+) -> Engine:
+    """Load target and drafter; a malformed budget is a usage error found before loading."""
+    from draftwood.api import load
+    from draftwood.tree.budget import parse_budget
+
+    try:
+        policy = parse_budget(budget)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from None
+    quiet_libraries()
+    if stderr().is_terminal:
+        note(f"loading {target} …")
+    return load(target, drafter, policy, dtype=dtype, device=device)
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' progress bars and hints out of the user's terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

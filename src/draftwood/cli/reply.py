@@ -1,0 +1,67 @@
+"""Run one sequence to its end on the terminal, and say how it went."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from draftwood.engine import Engine
+    from draftwood.records import Output
+
+
+def run_reply(
+    engine: Engine, seq_id: int, write: Callable[[str], None], stopped: Callable[[], bool]
+) -> Output:
+    """Step the engine until ``seq_id`` finishes, or ``stopped()`` says so between two cycles."""
+    while True:
+        for event in engine.step():
+            if event.seq_id != seq_id:
+                continue
+            if event.text:
+                write(event.text)
+            if event.output is not None:
+                return event.output
+        if stopped():
+            output = engine.abort(seq_id)
+            assert output is not None
+            return output
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C first asks to stop after the current cycle; the second time it interrupts at once."""
+    asked = False
+
+    def ask(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def summary(output: Output) -> str:
+    """One line: tokens, cycles, τ, speed, why it ended."""
+    parts = [f"{len(output.token_ids)} tokens", f"{output.num_cycles} cycles"]
+    if output.num_cycles:
+        parts.append(f"τ {output.acceptance_length:.2f}")
+    if output.decode_s > 0:
+        parts.append(f"{len(output.token_ids) / output.decode_s:.1f} tok/s")
+    parts.append(f"prefill {output.prefill_s:.2f} s")
+    parts.append(output.finish_reason)
+    if output.seed is not None:
+        parts.append(f"seed {output.seed}")
+    return " · ".join(parts)
