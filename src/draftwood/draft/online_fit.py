@@ -1,0 +1,41 @@
+"""A few parameters of a logistic model, learned one observation at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from draftwood.tree.tree import FloatArray
+
+MEMORY = 1000.0  # observations after which old ones count for 1/e
+
+
+class OnlineFit:
+    """Approximate Bayesian fit of a log-concave likelihood with a Gaussian prior.
+
+    After every observation the Gaussian belief is refined by one Newton step (the extended Kalman
+    filter of logistic regression): precision += curvature, mean += precision⁻¹ · gradient. Old
+    evidence fades towards the prior, so that the fit follows a changing workload.
+
+    Args:
+        mean: [P] prior means; what is used until evidence arrives.
+        precision: [P] prior precisions: how much evidence it takes to move away.
+
+    Attributes:
+        mean: [P] current parameters.
+    """
+
+    def __init__(self, mean: FloatArray, precision: FloatArray) -> None:
+        assert mean.shape == precision.shape
+        self.mean = mean.astype(np.float64)
+        self._prior = np.diag(precision.astype(np.float64))
+        self._precision = self._prior.copy()
+
+    def update(self, gradient: FloatArray, curvature: FloatArray) -> None:
+        """Take in one observation.
+
+        Args:
+            gradient: [P] of the log-likelihood at ``mean``.
+            curvature: [P, P] negative Hessian there (positive semi-definite).
+        """
+        self._precision += curvature - (self._precision - self._prior) / MEMORY
+        self.mean = self.mean + np.linalg.solve(self._precision, gradient)
