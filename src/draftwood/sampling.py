@@ -73,6 +73,7 @@ class Sampler:
         self._tokens = [int(token) for token in prompt_ids]
         self._buffer = torch.tensor(self._tokens, dtype=torch.int64)
         self._num_copied = len(self._tokens)
+        self._reach = max((len(word) - 1 for word in params.bad_words), default=0)
         stops = params.stop_token_ids + (() if params.ignore_eos else tuple(eos_token_ids))
         self._stops = sorted({token for token in stops if token < vocab_size})
 
@@ -172,7 +173,8 @@ class Sampler:
             scores = processing.penalize_presence(
                 scores, output, p.presence_penalty, p.frequency_penalty
             )
-        banned = processing.completed_by([*self._tokens, *path], p.bad_words)
+        before = [*self._tokens[-self._reach :], *path] if self._reach else path
+        banned = processing.completed_by(before, p.bad_words)
         if self.num_output + len(path) < p.min_new_tokens:
             banned += self._stops
         if banned:
@@ -227,8 +229,6 @@ def _call(processor: Processor, token_ids: torch.Tensor, scores: torch.Tensor) -
     return result[0]
 
 
-def _tensors(
-    values: Mapping[int, float], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(values: Mapping[int, float], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.tensor(list(values), dtype=torch.int64, device=like.device)
     return ids, torch.tensor(list(values.values()), dtype=like.dtype, device=like.device)

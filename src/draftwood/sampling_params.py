@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
+from numbers import Integral
 
 from draftwood.noise import MAX_SEED
 
@@ -59,6 +60,11 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "stop"):
+            _require(not isinstance(getattr(self, name), str), name, getattr(self, name), "a tuple")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "bad_words", tuple(tuple(word) for word in self.bad_words))
+        _check_types(self)
         _check_numbers(self)
         _check_tokens(self)
 
@@ -85,6 +91,23 @@ class SamplingParams:
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:
     if not ok:
         raise ValueError(f"{name} must be {remedy}, got {value!r}")
+
+
+def _check_types(p: SamplingParams) -> None:
+    for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed", "logprobs"):
+        value = getattr(p, name)
+        optional = name in ("seed", "logprobs")
+        ok = _is_int(value) or (optional and value is None)
+        _require(ok, name, value, "an int or None" if optional else "an int")
+    words = [token for word in p.bad_words for token in word]
+    groups = {"logit_bias": p.logit_bias, "stop_token_ids": p.stop_token_ids, "bad_words": words}
+    for name, tokens in groups.items():
+        for token in tokens:
+            _require(_is_int(token), f"each token id in {name}", token, "an int")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_numbers(p: SamplingParams) -> None:
@@ -126,6 +149,5 @@ def _check_tokens(p: SamplingParams) -> None:
         _require(ok, "each of bad_words", word, "a non-empty sequence of token ids ≥ 0")
     for token in p.stop_token_ids:
         _require(token >= 0, "each of stop_token_ids", token, "≥ 0")
-    _require(not isinstance(p.stop, str), "stop", p.stop, "a tuple of strings")
     for text in p.stop:
         _require(text != "", "each of stop", text, "a non-empty string")
