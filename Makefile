@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Tests run tiny models: one thread each is fastest, and OpenMP with more stalls on a busy machine.
 TEST_THREADS ?= 1
 PYTEST_ARGS ?=
+# Compiling every module of torch takes minutes; Python compiles the few that are used by itself.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 
 .PHONY: demo test lint clean help
 
@@ -33,20 +35,22 @@ $(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "draftwood needs Python 3.10 or newer, '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
 		echo "Name another one:  make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@echo "Setting up $(VENV); this takes a minute or more ..."
 	$(PYTHON) -m venv $(VENV)
-	if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; \
-		then $(BIN)/python -m pip install --quiet 'torch>=2.9'; \
-		else $(BIN)/python -m pip install --quiet 'torch==2.13.0' \
-			|| $(BIN)/python -m pip install --quiet 'torch>=2.9'; fi
-	touch $@
+	if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
+		$(PIP_INSTALL) 'torch>=2.9'; \
+	else \
+		$(PIP_INSTALL) 'torch==2.13.0' || $(PIP_INSTALL) 'torch>=2.9'; \
+	fi
+	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[gguf]'
-	touch $@
+	$(PIP_INSTALL) --editable '.[gguf]'
+	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
-	touch $@
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
