@@ -7,6 +7,7 @@ import numpy as np
 from draftwood.tree.tree import FloatArray
 
 MEMORY = 1000.0  # observations after which old ones count for 1/e
+MAX_STEP = 0.25  # one surprising observation must not turn a parameter over
 
 
 class OnlineFit:
@@ -38,4 +39,5 @@ class OnlineFit:
             curvature: [P, P] negative Hessian there (positive semi-definite).
         """
         self._precision += curvature - (self._precision - self._prior) / MEMORY
-        self.mean = self.mean + np.linalg.solve(self._precision, gradient)
+        step = np.linalg.solve(self._precision, gradient)
+        self.mean = self.mean + step * min(1.0, MAX_STEP / max(float(np.abs(step).max()), 1e-12))

@@ -1,0 +1,163 @@
+"""Rank draft tokens by how likely the target is to *draw* them, noise included.
+
+At temperature 0 the target takes its argmax and the draft distribution ranks. At temperature
+T > 0 its draw of output token t is argmax_v(z_v/T + g_t(v)) with noise that anyone can compute.
+Knowing g, a drafter whose logits are the target's plus errors should rank by
+
+    s_d(v) = a_d · z̃_d(v) + b_d · g_t(v) − c · [v is truncated],    r_d = softmax(s_d),
+
+z̃ the draft logits over T. (a, b) = (1, 0) is the draft distribution itself, which is right only
+on average over g. If the errors are Gumbel of scale σ, the law of the draw given z̃ and g is the
+softmax with a = b = 1/σ exactly. Hence the prior (1, 1): errors of about one nat, the size seen
+between a drafter and its target; evidence moves (a, b) either way, to (1, 0) if g does not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftwood.draft.base import DraftContext
+from draftwood.draft.noise_rows import NoiseRows
+from draftwood.draft.online_fit import OnlineFit
+from draftwood.draft.steering import Columns, steered, truncation_edge
+from draftwood.tree.topk import top_k
+from draftwood.tree.tree import FloatArray
+
+# Prior of one feature: its weight at depth 1, and per doubling of the depth.
+_SCORE_PRIOR, _NOISE_PRIOR, _FLOOR_PRIOR = (1.0, 0.0), (1.0, 0.0), (4.0, 0.0)
+_PRECISION = (8.0, 16.0)
+_MIN_WEIGHT = 0.05  # never turn a ranking round
+_LOWEST = -60.0  # a feature so far below the best one has no probability left
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The best candidates of R rows of draft logits.
+
+    Attributes:
+        log_probs: [R, K] log r of the candidates, in decreasing order; float64.
+        token_ids: [R, K] their target token ids.
+        features: what the score of each column is a weighted sum of, each [R, V].
+        depths: [R] depth of the predicted token, from 1.
+        temperature: of the request.
+    """
+
+    log_probs: torch.Tensor
+    token_ids: torch.Tensor
+    features: tuple[torch.Tensor, ...]
+    depths: Sequence[int]
+    temperature: float
+
+
+class Ranker:
+    """Turns draft logits into ranked candidates; learns the weights from the target's picks.
+
+    Weights depend on the depth (level + trend · log₂ depth) and are fitted per temperature by
+    maximum likelihood of the target's picks. At temperature 0 there is no noise and ``a`` is an
+    inverse temperature that calibrates Φ without changing the order within a depth.
+
+    Args:
+        columns: what the columns of the logits stand for.
+        use_noise: False ranks by the draft distribution alone, b = 0 (for comparison).
+    """
+
+    def __init__(self, columns: Columns, *, use_noise: bool = True) -> None:
+        self._columns = columns
+        self._use_noise = use_noise
+        self._noise_rows = NoiseRows(columns.token_ids)
+        self._fits: dict[tuple[float, int], OnlineFit] = {}
+
+    def rank(
+        self,
+        logits: torch.Tensor,
+        depths: Sequence[int],
+        context: DraftContext,
+        num_candidates: int,
+    ) -> Ranked:
+        """The ``num_candidates`` best tokens of each row.
+
+        Args:
+            logits: [R, V] draft logits of one sequence.
+            depths: [R] depth of the token that each row predicts, from 1.
+            context: the sequence.
+        """
+        params = context.sampler.params
+        scores = steered(logits[:, : len(self._columns)].float(), context, self._columns)
+        if params.temperature not in (0.0, 1.0):
+            scores = scores / params.temperature
+        features = (scores, *self._extra_features(scores, depths, context))
+        total = self._total(features, depths, params.temperature)
+        values, at = top_k(total, min(num_candidates, total.shape[1]))
+        log_probs = values.double() - total.logsumexp(dim=1, keepdim=True).double()
+        ids = self._columns.token_ids[at]
+        return Ranked(log_probs.clamp(max=0.0), ids, features, depths, params.temperature)
+
+    def learn(self, ranked: Ranked, row: int, token_id: int) -> None:
+        """Take in that the target picked ``token_id`` where ``row`` predicted."""
+        column = self._columns.of(token_id)
+        if column is None or not bool(torch.isfinite(ranked.features[0][row, column])):
+            return
+        depth, temperature = ranked.depths[row], ranked.temperature
+        features = torch.stack([feature[row] for feature in ranked.features])
+        total = self._total(tuple(features[:, None]), [depth], temperature)[0]
+        probs = (total - total.max()).exp_()
+        probs /= probs.sum()
+        features = torch.maximum(features, features.amax(1, keepdim=True) + _LOWEST)
+        mean = features @ probs
+        spread = (features * probs) @ features.T - torch.outer(mean, mean)
+        slope = np.array([1.0, np.log2(depth)])
+        gradient = np.outer((features[:, column] - mean).double().cpu().numpy(), slope)
+        curvature = np.kron(spread.double().cpu().numpy(), np.outer(slope, slope))
+        self._fit(temperature, len(features)).update(gradient.ravel(), curvature)
+
+    def weights(self, temperature: float, num_features: int, depth: int) -> FloatArray:
+        """[num_features] current weights at a depth: a, then b, then c."""
+        level_trend = self._fit(temperature, num_features).mean.reshape(-1, 2)
+        return level_trend @ np.array([1.0, np.log2(depth)])
+
+    def _extra_features(
+        self, scores: torch.Tensor, depths: Sequence[int], context: DraftContext
+    ) -> list[torch.Tensor]:
+        noise = context.sampler.noise
+        if noise is None:
+            return []
+        extra = []
+        if self._use_noise:
+            first = context.sampler.num_output - 1
+            extra.append(self._noise_rows.rows(noise, [first + depth for depth in depths]))
+        edge = truncation_edge(scores, context.sampler.params)
+        if edge is not None:
+            extra.append((scores < edge).to(scores.dtype).neg_())
+        return extra
+
+    def _total(
+        self, features: tuple[torch.Tensor, ...], depths: Sequence[int], temperature: float
+    ) -> torch.Tensor:
+        """[R, V] weighted sum of the features."""
+        per_row = np.array([self.weights(temperature, len(features), d) for d in depths])
+        per_row = np.maximum(per_row, _floor(len(features)))
+        weights = torch.from_numpy(per_row).to(features[0])
+        total = features[0] * weights[:, :1]
+        for index, feature in enumerate(features[1:], start=1):
+            total.addcmul_(feature, weights[:, index : index + 1])
+        return total
+
+    def _fit(self, temperature: float, num_features: int) -> OnlineFit:
+        key = (round(temperature, 2), num_features)
+        if key not in self._fits:
+            priors = [_SCORE_PRIOR]
+            if temperature > 0 and self._use_noise:
+                priors.append(_NOISE_PRIOR)
+            priors += [_FLOOR_PRIOR] * (num_features - len(priors))
+            mean = np.array(priors[:num_features]).ravel()
+            self._fits[key] = OnlineFit(mean, np.tile(_PRECISION, num_features))
+        return self._fits[key]
+
+
+def _floor(num_features: int) -> FloatArray:
+    """The score keeps its order; noise and floor may have no weight."""
+    return np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
