@@ -1,0 +1,251 @@
+"""Strict reading and atomic writing of DFlash drafter folders (config.json + safetensors)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from draftwood.draft.config import DraftConfig, config_to_json, parse_config
+from draftwood.draft.network import DraftNetwork
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Written by speculators for its own use; the drafter needs none of them.
+_IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+_MAP = "d2t"
+
+
+def load_draft(
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[DraftConfig, DraftNetwork]:
+    """Load a drafter.
+
+    Args:
+        path: a local folder or a hub repository id, in z-lab or speculators DFlash layout.
+        revision: hub revision.
+        dtype, device: of the returned network.
+
+    Returns:
+        The configuration and the network in eval mode, without gradients. If it has no
+        embeddings or head of its own, call ``network.borrow`` before use.
+
+    Raises:
+        ValueError: the folder, its configuration or its weights are incomplete, unreadable or
+            not of this kind; every missing and unknown weight is listed.
+    """
+    folder = _folder(path, revision)
+    raw = _read_json(folder / CONFIG)
+    weights = _read_weights(folder)
+    config = parse_config(
+        raw,
+        has_embeddings="embed_tokens.weight" in weights,
+        has_head="lm_head.weight" in weights,
+    )
+    with torch.device("meta"):
+        network = DraftNetwork(config)
+    _check_weights(network, weights, folder)
+    network.load_state_dict(weights, strict=True, assign=True)
+    _check_map(network, config)
+    network.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    return config, network
+
+
+def save_draft(
+    path: str | os.PathLike[str],
+    config: DraftConfig,
+    weights: DraftNetwork | Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a drafter folder in the z-lab layout, whole or not at all.
+
+    Everything is written and synced under a temporary name in the same directory, then renamed;
+    an interrupted save leaves at most a ``.tmp`` folder that does not load.
+
+    Args:
+        path: the folder; replaced if it exists.
+        weights: a network or its state dict.
+        dtype: of the floating-point weights on disk.
+        extra_files: further files of the folder by name, e.g. ``README.md``.
+    """
+    state = weights.state_dict() if isinstance(weights, DraftNetwork) else weights
+    tensors = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        for name, value in state.items()
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        raw = {**config_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
+        (temporary / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+        for name, content in (extra_files or {}).items():
+            (temporary / name).write_bytes(content)
+        replace_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def replace_folder(temporary: Path, target: Path) -> None:
+    """Sync ``temporary`` to disk and make it ``target``; the old folder goes only afterwards."""
+    for file in temporary.iterdir():
+        _sync(file)
+    _sync(temporary)
+    temporary.chmod(0o755)
+    if not target.exists():
+        temporary.rename(target)
+    else:
+        old = temporary.with_suffix(".old")
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    _sync(target.parent)
+
+
+def check_compatible(
+    config: DraftConfig, *, vocab_size: int, hidden_size: int, num_layers: int
+) -> None:
+    """Refuse a drafter that was not made for this target.
+
+    Args:
+        vocab_size: rows of the target's input embeddings.
+        hidden_size: width of the target's hidden states.
+        num_layers: number of decoder layers of the target.
+
+    Raises:
+        ValueError: naming the differing value.
+    """
+    remedy = "use a drafter trained for this target"
+    if config.target_hidden_size != hidden_size:
+        raise ValueError(
+            f"the drafter reads target hidden states of size {config.target_hidden_size}, the "
+            f"target has {hidden_size}; {remedy}"
+        )
+    borrows = not (config.own_embeddings and config.own_head)
+    if borrows and config.hidden_size != hidden_size:
+        raise ValueError(
+            f"the drafter's hidden size {config.hidden_size} differs from the target's "
+            f"{hidden_size}, but it has no embeddings and head of its own; {remedy}"
+        )
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {vocab_size}; "
+            f"{remedy}"
+        )
+    if config.num_target_layers not in (None, num_layers):
+        raise ValueError(
+            f"the drafter was trained for a target of {config.num_target_layers} layers, this one "
+            f"has {num_layers}; {remedy}"
+        )
+    beyond = [tap for tap in config.target_layer_ids if tap >= num_layers]
+    if beyond:
+        raise ValueError(
+            f"the drafter taps target layers {beyond}, but the target has only layers "
+            f"0…{num_layers - 1}; {remedy}"
+        )
+
+
+def _folder(path: str | os.PathLike[str], revision: str | None) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+        raise ValueError(
+            f"{str(path)!r} is no drafter folder; give a folder or a hub id (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise ValueError(
+            f"{str(path)!r} is no local folder and could not be fetched from the hub: {error}"
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {file.name}; it is no drafter checkpoint")
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); restore the file") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} must hold a JSON object; restore the file")
+    return raw
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = [folder / WEIGHTS]
+    if not files[0].is_file() and (folder / INDEX).is_file():
+        names = set(_read_json(folder / INDEX).get("weight_map", {}).values())
+        files = [folder / name for name in sorted(names)]
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{folder} has no {file.name}; copy or train the drafter again")
+        try:
+            with safe_open(file, framework="pt") as handle:
+                weights.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}); copy it again") from error
+    return {name: value for name, value in weights.items() if name not in _IGNORED}
+
+
+def _check_weights(network: DraftNetwork, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """All of the network's weights and nothing else, each of the right shape and type."""
+    wanted = network.state_dict()
+    problems = [f"missing: {name}" for name in sorted(wanted.keys() - weights.keys())]
+    problems += [f"unknown: {name}" for name in sorted(weights.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & weights.keys()):
+        have, want = weights[name], wanted[name]
+        if have.shape != want.shape:
+            problems.append(f"{name} is {list(have.shape)}, must be {list(want.shape)}")
+        elif have.is_floating_point() != want.is_floating_point():
+            problems.append(f"{name} is {have.dtype}, must be {want.dtype}")
+    if problems:
+        raise ValueError(
+            f"the weights in {folder} do not fit its configuration; fix config.json or the "
+            "weights:\n  " + "\n  ".join(problems)
+        )
+
+
+def _check_map(network: DraftNetwork, config: DraftConfig) -> None:
+    """``d2t`` holds offsets: target id = draft id + d2t[draft id]; they must be distinct ids."""
+    ids = network.target_ids()
+    if ids is None:
+        return
+    inside = bool(((ids >= 0) & (ids < config.vocab_size)).all())
+    if not inside or len(ids.unique()) != len(ids):
+        raise ValueError(
+            f"{_MAP} does not map {len(ids)} draft ids to distinct target ids below "
+            f"{config.vocab_size}; it must hold target id − draft id"
+        )
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,341 @@
+"""The DFlash drafter network (arXiv 2602.06036): one pass predicts a whole block of tokens.
+
+Hidden states of the target at a few layers ("taps") are fused to one feature per committed
+token. Every drafter layer projects that feature to keys and values; a block [anchor, mask, …]
+attends to them and, bidirectionally, to itself. Training and decoding run the same two entry
+points: ``context_kv`` for committed tokens and ``forward`` for blocks.
+
+Shapes: G groups (a response in training, a sequence in decoding) of n blocks of B = block_size
+rows; C committed tokens of a group; T target taps; H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from draftwood.draft.config import DraftConfig
+from draftwood.draft.rope import rotate
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+"""Keys (normed and rotated) and values of one layer, each [G, kv_heads, C, head_dim]."""
+
+NO_POSITION = 2**31 - 1
+"""Position of padding in ``key_positions``: never before an anchor, hence never attended to."""
+
+# A weight times at most this many rows is memory-bound; W @ x.T then reads W in its own layout.
+_FEW_ROWS = 32
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` with a fast path for the few rows of a decoding step on CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return project(x, self.weight, self.bias)
+
+
+def project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., in] · weight [out, in]ᵀ + bias."""
+    num_rows = x.numel() // x.shape[-1]
+    few = x.device.type == "cpu" and 1 < num_rows <= _FEW_ROWS and not torch.is_grad_enabled()
+    if not few:
+        return F.linear(x, weight, bias)
+    out = (weight @ x.reshape(num_rows, -1).t()).t().reshape(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+class Attention(nn.Module):
+    """Attention of blocks to context keys/values and to themselves."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_kv_heads = config.num_key_value_heads
+        heads, bias = config.num_attention_heads, config.attention_bias
+        self.q_proj = Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> LayerKV:
+        """Keys and values of rows x [G, N, H], each [G, kv_heads, N, head_dim]."""
+        shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        values = self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(keys, cos[:, None], sin[:, None]), values
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        context: LayerKV,
+        masks: tuple[torch.Tensor, torch.Tensor | None],
+        first_row: int,
+    ) -> torch.Tensor:
+        """Attend from rows ``first_row``… of every block.
+
+        Args:
+            x: [G, n, B, H] normed block rows.
+            cos, sin: [G, n, B, head_dim / 2].
+            context: this layer's context keys and values.
+            masks: hidden context [G, 1, n, 1 or R, C] and hidden block columns [R, B] or None,
+                True where attention is forbidden, R = B − first_row.
+
+        Returns:
+            [G, n, R, H].
+        """
+        groups, n, size, _ = x.shape
+        rows, kv = size - first_row, self.num_kv_heads
+        flat = (groups, n * size, -1)
+        keys, values = self.keys_values(x.reshape(flat), cos.reshape(flat), sin.reshape(flat))
+        keys = keys.view(groups, kv, n, size, self.head_dim)
+        values = values.view(groups, kv, n, size, self.head_dim)
+        query = self.q_proj(x[:, :, first_row:]).view(groups, n, rows, -1, self.head_dim)
+        turn = (slice(None), slice(None), slice(first_row, None), None)
+        query = rotate(self.q_norm(query), cos[turn], sin[turn])
+        share = query.shape[3] // kv  # query heads per key/value head
+        query = query.view(groups, n, rows, kv, share, self.head_dim).permute(0, 3, 1, 2, 4, 5)
+        query = query.reshape(groups, kv, n, rows * share, self.head_dim) * self.head_dim**-0.5
+        mixed = _attend(query, context, (keys, values), masks, share)
+        mixed = mixed.view(groups, kv, n, rows, share, self.head_dim).permute(0, 2, 3, 1, 4, 5)
+        return self.o_proj(mixed.reshape(groups, n, rows, -1))
+
+
+def _attend(
+    query: torch.Tensor,
+    context: LayerKV,
+    block: LayerKV,
+    masks: tuple[torch.Tensor, torch.Tensor | None],
+    share: int,
+) -> torch.Tensor:
+    """Softmax attention over [context; block]; the context is shared by a group's blocks.
+
+    query [G, kv, n, R·share, d]; context [G, kv, C, d]; block [G, kv, n, B, d].
+    """
+    groups, kv, n, rows, dim = query.shape
+    context_len = context[0].shape[2]
+    scores = query.reshape(groups, kv, n * rows, dim) @ context[0].transpose(-1, -2)
+    scores = scores.view(groups, kv, n, rows, context_len)
+    hidden_context, hidden_block = masks
+    if hidden_context.shape[-2] > 1:
+        hidden_context = hidden_context.repeat_interleave(share, dim=-2)
+    scores = scores.masked_fill(hidden_context, float("-inf"))
+    own = query @ block[0].transpose(-1, -2)
+    if hidden_block is not None:
+        own = own.masked_fill(hidden_block.repeat_interleave(share, dim=0), float("-inf"))
+    both = torch.cat([scores, own], dim=-1)
+    exact = both if both.dtype == torch.float64 else both.float()
+    weights = exact.softmax(dim=-1).to(query.dtype)
+    past, present = weights.split([context_len, own.shape[-1]], dim=-1)
+    out = past.reshape(groups, kv, n * rows, context_len) @ context[1]
+    return out.view(query.shape) + present @ block[1]
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DraftNetwork(nn.Module):
+    """The drafter. Weight names are those of the z-lab DFlash checkpoint format.
+
+    Embeddings and head are the target's, lent with ``borrow``, unless the configuration says
+    that the checkpoint has its own. Works in any floating dtype and on any device.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        taps = len(config.target_layer_ids)
+        self.fc = Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head: Linear | None = None
+        if config.own_head:
+            self.lm_head = Linear(config.hidden_size, config.head_size, bias=False)
+        self.d2t: torch.Tensor | None
+        self.register_buffer(
+            "d2t", torch.zeros(config.head_size, dtype=torch.int64) if config.reduced else None
+        )
+        self._lent: dict[str, torch.Tensor] = {}
+
+    def borrow(self, input_embeddings: torch.Tensor, output_embeddings: torch.Tensor) -> None:
+        """Use the target's tables [vocab, H] where the drafter has none of its own.
+
+        They are not parameters of the drafter: never trained, saved or moved with it.
+        """
+        self._lent = {"input": input_embeddings.detach(), "output": output_embeddings.detach()}
+
+    def target_ids(self) -> torch.Tensor | None:
+        """[head_size] target token id of each draft id, or None when they are the same."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Block rows [..., H] of target token ids."""
+        own = self.embed_tokens
+        table = own.weight if own is not None else self._borrowed("input")
+        rows = F.embedding(token_ids, table).to(self.fc.weight.dtype)
+        return rows if self.config.embedding_scale == 1.0 else rows * self.config.embedding_scale
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores [..., head_size] of normed hidden states; columns are *draft* ids."""
+        weight = self.lm_head.weight if self.lm_head is not None else self._borrowed("output")
+        return self.shape_logits(project(hidden, weight.to(hidden.dtype)))
+
+    def shape_logits(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scale and softcap raw head outputs."""
+        if self.config.logit_scale != 1.0:
+            scores = scores * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def _borrowed(self, name: str) -> torch.Tensor:
+        if name not in self._lent:
+            raise ValueError(
+                f"this drafter has no {name} embeddings of its own; call "
+                "borrow(target input embeddings, target output embeddings) first"
+            )
+        return self._lent[name]
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., head_dim / 2] of absolute positions."""
+        config = self.config
+        inverse, scale = config.rope.frequencies(config.head_dim, config.max_position_embeddings)
+        dtype = self.fc.weight.dtype
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        turns = positions[..., None].to(exact) * inverse.to(device=positions.device, dtype=exact)
+        return (turns.cos() * scale).to(dtype), (turns.sin() * scale).to(dtype)
+
+    def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> list[LayerKV]:
+        """Keys and values of committed tokens, one pair per layer.
+
+        Args:
+            features: [G, C, T · target_hidden] raw outputs of the tapped target layers.
+            positions: [G, C] absolute positions.
+
+        Returns:
+            One (K, V) per layer, [G, kv_heads, C, head_dim] each. Append them to what earlier
+            tokens gave: keys are already rotated, features can be dropped.
+        """
+        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        cos, sin = self._angles(positions)
+        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]
+
+    def forward(
+        self,
+        block_hidden: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        key_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Final hidden states of the rows that predict (1 … B−1) of every block.
+
+        A block sees the context tokens whose position is *before its anchor*, and itself. That
+        one rule serves training (many blocks of a response) and decoding (one block per
+        sequence; pad ragged contexts with ``key_positions = NO_POSITION``).
+
+        Args:
+            block_hidden: [G, n, B, H] ``embed`` of [anchor, mask, …].
+            anchor_positions: [G, n] position of each anchor.
+            kv: per layer, context keys and values of the group.
+            key_positions: [G, C] positions of the context tokens.
+
+        Returns:
+            [G, n, B − 1, H], normed; row j − 1 is the prediction for position anchor + j.
+        """
+        size = block_hidden.shape[2]
+        positions = anchor_positions[..., None] + torch.arange(size, device=block_hidden.device)
+        cos, sin = self._angles(positions)
+        x = block_hidden
+        for index, layer in enumerate(self.layers):
+            # The anchor's row ends as keys and values of the last layer: nothing reads it after.
+            first = 1 if index == len(self.layers) - 1 else 0
+            masks = self._masks(index, positions, key_positions, first)
+            normed = layer.input_layernorm(x)
+            x = x[:, :, first:] + layer.self_attn(normed, cos, sin, kv[index], masks, first)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def _masks(
+        self, index: int, positions: torch.Tensor, key_positions: torch.Tensor, first_row: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forbidden context [G, 1, n, 1 or R, C] and block columns [R, B] of layer ``index``."""
+        window = self.config.window(index)
+        keys = key_positions[:, None, None, None, :]
+        hidden = keys >= positions[:, None, :, :1, None]
+        if window is not None:
+            hidden = hidden | (positions[:, None, :, first_row:, None] - keys >= window)
+        row = torch.arange(positions.shape[-1], device=positions.device)
+        gap = row[first_row:, None] - row[None, :]
+        block = gap < 0 if self.config.is_causal[index] else None
+        if window is not None and window < len(row):
+            far = gap.abs() >= window
+            block = far if block is None else block | far
+        return hidden, block
+
+    def draft(
+        self,
+        anchor_ids: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        key_positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [S, B − 1, head_size] of one block per sequence.
+
+        Args:
+            anchor_ids, anchor_positions: [S] last committed token and its position.
+            kv, key_positions: context as in ``forward`` with G = S.
+        """
+        block = torch.full(
+            (len(anchor_ids), 1, self.config.block_size),
+            self.config.mask_token_id,
+            device=anchor_ids.device,
+        )
+        block[:, 0, 0] = anchor_ids
+        hidden = self(self.embed(block), anchor_positions[:, None], kv, key_positions)
+        return self.logits(hidden[:, 0])
