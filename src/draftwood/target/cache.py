@@ -82,7 +82,7 @@ class KVCache:
         """
         rows = np.asarray(rows, dtype=np.int64)
         count = len(rows)
-        assert not count or (0 <= rows[0] and rows[-1] < self._window and np.all(np.diff(rows) > 0))
+        assert np.all(np.diff(rows, prepend=-1, append=self._window) > 0), f"not a path: {rows}"
         if not self._slots and count:
             self._allocate()
         moved = np.flatnonzero(rows != np.arange(count))

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from draftwood.target import support
 from draftwood.target.attention import NAME, PASS_KEYWORD, PackedPass
 from draftwood.target.cache import KVCache
+from draftwood.target.probe import check_parity
 from draftwood.tree.tree import DraftTree
 
 
@@ -63,7 +64,7 @@ class Target:
         self._transform_logits = support.logit_transform(model)
         self._lock = threading.RLock()
         if probe:
-            pass  # parity probe: next commit
+            check_parity(self)
 
     @property
     def device(self) -> torch.device:
