@@ -163,10 +163,12 @@ def tree_attention(
     scale = dim**-0.5 if scaling is None else scaling
     is_plain = softcap is None and s_aux is None
     repeats = 1 if is_plain and query.device.type == "cpu" else groups
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
     parts = []
     for view in draftwood_pass.views(sliding_window, repeats, query.device, query.dtype):
         rows = slice(view.start, view.end)
-        keys, values = view.cache.append(module.layer_idx, key[0, :, rows], value[0, :, rows])
+        keys, values = view.cache.append(layer_idx, key[0, :, rows], value[0, :, rows])
         keys, values = keys[:, view.first_key :], values[:, view.first_key :]
         if is_plain:
             part = _attend(query[0, :, rows], keys, values, scale, view)
