@@ -1,0 +1,166 @@
+"""``model.generate(**inputs, custom_generate=draftwood.custom_generate(drafter))``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+
+from draftwood.draft.base import Drafter
+from draftwood.engine import Engine
+from draftwood.errors import DraftwoodError
+from draftwood.hf_request import Request, read_request
+from draftwood.hf_rows import ColumnStream, RowCriteria, RowProcessor
+from draftwood.records import Output
+from draftwood.target.model import Target
+from draftwood.tree.budget import BudgetPolicy, parse_budget
+from draftwood.tree.latency import LatencyModel
+
+DEFAULT_CHUNK_LEN = 512
+
+
+class Streamer(Protocol):
+    """transformers' ``BaseStreamer``."""
+
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class _Learned:
+    """What one call leaves to the next on the same model."""
+
+    policy: BudgetPolicy
+    latency: LatencyModel
+
+
+def custom_generate(
+    drafter: Drafter | None,
+    *,
+    budget: str | int | BudgetPolicy = "auto",
+    streamer: Streamer | None = None,
+    tokenizer: Any = None,
+) -> Callable[..., torch.Tensor | GenerateDecoderOnlyOutput]:
+    """A decoding method for transformers' ``generate``: same output, fewer target passes.
+
+    Greedy output is that of ``generate``. With ``do_sample=True`` the law is the same, the draws
+    are not: they come from ``seed = torch.randint(2**63 - 1, (1,))``, drawn once per call from
+    torch's global generator, and row i of the (expanded) batch is sample i of that seed, equal to
+    ``Engine.add(..., SamplingParams(seed=seed, ...), sample_index=i)``.
+
+    Everything in ``generation_config`` that changes greedy or sampled output is honoured, as are
+    ``logits_processor``, ``stopping_criteria``, ``prefix_allowed_tokens_fn``, ``stop_strings`` as a
+    keyword of ``generate``, left padding, ``num_return_sequences`` and ``return_dict_in_generate``.
+    Rows advance independently, so processors and criteria see one row at a time (repeated to the
+    size of the batch where they may look at a certain row of it), each visited position once and in
+    order. A finished row is filled with the padding token.
+
+    ``generate`` itself drops ``streamer``, ``tokenizer``, ``assistant_model`` and ``synced_gpus``
+    when it is given a callable: pass the first two here.
+
+    Args:
+        drafter: what proposes; None decodes plainly. One callable serves one call at a time.
+        budget: drafted nodes per cycle: ``"auto"``, ``"chain"``, ``"off"``, a number, or a policy.
+        streamer: receives the prompt and then every token, as from ``generate``.
+        tokenizer: needed for ``stop_strings`` only.
+
+    Raises:
+        ValueError: a wrong budget; in the call: a model that cannot be decoded exactly, and options
+            of ``generate`` that cannot be honoured (beams, guidance, assistants, scores and other
+            extra outputs, a cache or embeddings as input, padding that is not on the left).
+        DraftwoodError: in the call: NaN logits, or every token forbidden.
+    """
+    parse_budget(budget)
+    learned: WeakKeyDictionary[PreTrainedModel, _Learned] = WeakKeyDictionary()
+    lock = threading.Lock()
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: GenerationConfig,
+        stop_strings: str | Sequence[str] | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        criteria = [*stopping_criteria, *_stop_string_criteria(stop_strings, tokenizer)]
+        request = read_request(
+            input_ids, logits_processor, criteria, generation_config, model_kwargs
+        )
+        with lock:
+            known = learned.get(model)
+            target = Target(model, probe=known is None)
+            engine = Engine(
+                target,
+                drafter,
+                known.policy if known is not None else parse_budget(budget),
+                latency=known.latency if known is not None else None,
+                max_batch=len(request.prompts),
+                prefill_chunk_len=generation_config.prefill_chunk_size or DEFAULT_CHUNK_LEN,
+            )
+            learned[model] = _Learned(engine.policy, engine.latency)
+            columns = _run(engine, request, streamer)
+        sequences = torch.cat([input_ids, columns.to(input_ids.device)], dim=1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
+
+    return decode
+
+
+def _run(engine: Engine, request: Request, streamer: Streamer | None) -> torch.Tensor:
+    """Decode all rows; [rows, longest output] new tokens."""
+    columns = ColumnStream(len(request.prompts), request.pad_token_id, streamer)
+    processors = [RowProcessor(request, row) for row in range(len(request.prompts))]
+    ids: list[int] = []
+    if streamer is not None:
+        streamer.put(request.input_ids.cpu())
+    try:
+        for row, prompt in enumerate(request.prompts):
+            seq_id = engine.add(
+                prompt,
+                request.params,
+                processors=[processors[row]] if request.processors else (),
+                stop_when=RowCriteria(request, row) if request.criteria else None,
+                sample_index=row,
+            )
+            ids.append(seq_id)
+        while engine.num_active:
+            for event in engine.step():
+                row = ids.index(event.seq_id)
+                if event.output is not None and event.output.finish_reason == "error":
+                    _fail(event.output, processors[row].failure)
+                columns.add(row, event.token_ids, finished=event.output is not None)
+    finally:
+        for seq_id in ids:
+            engine.abort(seq_id)
+        if streamer is not None:
+            streamer.end()
+    return columns.tokens()
+
+
+def _fail(output: Output, failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+    raise DraftwoodError(output.error)
+
+
+def _stop_string_criteria(
+    stop_strings: str | Sequence[str] | None, tokenizer: Any
+) -> list[StopStringCriteria]:
+    if not stop_strings:
+        return []
+    if tokenizer is None:
+        raise ValueError(
+            f"stop_strings={stop_strings!r} need the tokenizer; pass it to custom_generate("
+            "drafter, tokenizer=...), because generate hands it to no callable"
+        )
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    return [StopStringCriteria(tokenizer, strings)]
