@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from draftwood.tree.latency import LatencyModel
+from draftwood.tree.online import Online
+from draftwood.tree.policy import MAX_NODES, BudgetPolicy, CycleState
 from draftwood.tree.tree import IntArray, ScoredPrefixes
 
-MAX_NODES = 256
-
-
-@dataclass(frozen=True)
-class CycleState:
-    """What a policy may look at besides the drafter's scores.
-
-    Attributes:
-        context_lens: [S] tokens in each sequence's KV cache.
-        horizon: deepest prefix the drafter can propose.
-    """
-
-    context_lens: Sequence[int]
-    horizon: int
-
-
-class BudgetPolicy(Protocol):
-    """Chooses budgets from Φ and predicted seconds. The decoding rule never depends on it."""
-
-    def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
-        """(max_nodes, max_width) to ask the drafter for; max_nodes 0 skips drafting this cycle."""
-        ...
-
-    def choose(
-        self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel
-    ) -> IntArray:
-        """[S] drafted nodes to verify per sequence, each ≤ ``scored.counts[s]``."""
-        ...
+__all__ = [
+    "MAX_NODES", "BudgetPolicy", "Chain", "CycleState", "Fixed", "Off", "Online", "parse_budget",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,10 +24,13 @@ class Off:
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return 0, None
 
-    def choose(
-        self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel
-    ) -> IntArray:
+    def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         return np.zeros(len(scored), dtype=np.int64)
+
+    def observe(
+        self, scored: ScoredPrefixes, budgets: IntArray, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -61,10 +40,13 @@ class Chain:
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return state.horizon, 1
 
-    def choose(
-        self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel
-    ) -> IntArray:
+    def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         return scored.counts.copy()
+
+    def observe(
+        self, scored: ScoredPrefixes, budgets: IntArray, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,34 @@ class Fixed:
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return self.budget, None
 
-    def choose(
-        self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel
-    ) -> IntArray:
+    def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         return np.minimum(scored.counts, self.budget)
+
+    def observe(
+        self, scored: ScoredPrefixes, budgets: IntArray, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        pass
+
+
+def parse_budget(budget: str | int | BudgetPolicy) -> BudgetPolicy:
+    """The policy a user means: ``"auto"``, ``"chain"``, ``"off"``, a number of nodes, or a policy.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(budget, (bool, float)):
+        raise ValueError(f"budget must be a whole number of nodes, got {budget!r}")
+    if isinstance(budget, int):
+        return Fixed(budget)
+    if not isinstance(budget, str):
+        return budget
+    text = budget.strip().lower()
+    named: dict[str, type[Online | Chain | Off]] = {"auto": Online, "chain": Chain, "off": Off}
+    if text in named:
+        return named[text]()
+    try:
+        return Fixed(int(text))
+    except ValueError as error:
+        raise ValueError(
+            f"budget must be 'auto', 'chain', 'off' or a number of nodes ≥ 0, got {budget!r}"
+        ) from error

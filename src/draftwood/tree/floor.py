@@ -1,0 +1,72 @@
+"""When to stop drafting because plain decoding is faster, and when to look again."""
+
+from __future__ import annotations
+
+_FORGET = 0.95  # per drafted cycle, of the running speed
+_PATIENCE = 3.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
+_PROBING = 0.008  # share of the time that looking again may cost
+_TRIAL_CYCLES = 8
+_PAYS = 1.03  # a trial must win by this much, or the policy would flap
+_HOPELESS = 0.85  # of plain speed: ends a trial early
+
+
+class Floor:
+    """Decides whether to draft at all, from the tokens and time of drafted cycles.
+
+    Time is in plain cycles, tokens are per sequence, so plain decoding has speed 1. Losses against
+    it add up and gains pay them back, down to zero (Page's cumulative sum test, 1954); at
+    ``_PATIENCE`` drafting stops. From then on every plain cycle saves up ``_PROBING`` of itself,
+    and when the last trial is paid for the next is held: a few drafted cycles, ended early when
+    they go badly.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._cost = 0.0
+        self._lost = 0.0
+        self._savings = 0.0
+        self._is_plain = False
+        self._trial: tuple[int, float, float] | None = None  # cycles, tokens, cost
+
+    @property
+    def speed(self) -> float | None:
+        """Running speed of drafted cycles; None before any."""
+        return self._tokens / self._cost if self._cost else None
+
+    @property
+    def begins_trial(self) -> bool:
+        """Whether this cycle is the first of a trial."""
+        return self._trial is not None and self._trial[0] == 0
+
+    def drafts(self) -> bool:
+        """Whether this cycle drafts. Call once per cycle."""
+        if self._is_plain:
+            self._savings += _PROBING
+            if self._savings < 0:
+                return False
+            self._is_plain = False
+            self._trial = (0, 0.0, 0.0)
+            self._tokens = self._cost = 0.0
+        return True
+
+    def observe(self, tokens: float, cost: float) -> None:
+        """A drafted cycle gave so many tokens per sequence in so many plain cycles' time."""
+        self._tokens = _FORGET * self._tokens + tokens
+        self._cost = _FORGET * self._cost + cost
+        if self._trial is not None:
+            self._judge(self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + cost)
+            return
+        self._lost = max(self._lost + cost - tokens, 0.0)
+        if self._lost > _PATIENCE:
+            self._stop(cost - tokens)
+
+    def _judge(self, cycles: int, tokens: float, cost: float) -> None:
+        self._trial = (cycles, tokens, cost)
+        if tokens < _HOPELESS * cost or (cycles >= _TRIAL_CYCLES and tokens < _PAYS * cost):
+            self._stop(cost - tokens)
+        elif cycles >= _TRIAL_CYCLES:
+            self._trial = None
+
+    def _stop(self, price: float) -> None:
+        """Decode plainly until ``price`` is saved, at least a tenth of a cycle."""
+        self._is_plain, self._trial, self._lost = True, None, 0.0
+        self._savings = -max(price, 0.1)

@@ -1,0 +1,108 @@
+"""The default budget policy: fastest expected decoding, plain where drafting does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from draftwood.tree.floor import Floor
+from draftwood.tree.latency import LatencyModel
+from draftwood.tree.policy import MAX_NODES, CycleState
+from draftwood.tree.tree import FloatArray, IntArray, ScoredPrefixes
+
+_FEWEST_NODES = 16  # always asked for, so that the curve is seen to fall
+_FORGET_TRUST = 0.97  # per drafted cycle
+_TRUST_START = 2.0  # nodes' worth of trust in the drafter's own probabilities
+_MOST_TRUST = 1.5
+_PLAIN_EVERY = 200  # cycles: a plain one keeps the yardstick true
+_HOPE = 0.25  # a band of widths not visited lately may be this much cheaper than predicted
+_FADE = 0.998  # per cycle, of visits
+_NUM_BANDS = 40
+
+
+class Online:
+    """Takes the number of nodes that makes decoding fastest in the long run, over all sequences.
+
+    With Φ the expected accepted nodes (scaled by how far the drafter's probabilities have come
+    true lately) and seconds(N) the predicted cycle, the speed over many cycles is
+    Σ (S + Φ) / Σ seconds. The N that maximises it also maximises S + Φ(N) − speed · seconds(N) in
+    every cycle (Dinkelbach 1967), which unlike the cycle's own ratio (S + Φ) / seconds does not
+    waste time on cycles that are going badly. The maximum is taken over the whole curve: seconds
+    may have steps. Nodes of all sequences compete for one budget.
+
+    Times are in units of a plain cycle, so that a change of the machine's speed changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._floor = Floor()
+        self._accepted = self._expected = 0.0
+        self._most_nodes = _FEWEST_NODES
+        self._cost = 1.0
+        self._visits = np.zeros(_NUM_BANDS)  # of width bands, fading
+        self._since_plain = _PLAIN_EVERY  # cycles
+
+    def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
+        self._visits *= _FADE
+        self._since_plain += 1
+        if state.horizon == 0 or self._since_plain > _PLAIN_EVERY or not self._floor.drafts():
+            self._since_plain = 0
+            return 0, None
+        if self._floor.begins_trial:
+            self._accepted = self._expected = 0.0
+        return min(self._most_nodes, MAX_NODES), None
+
+    def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
+        num_seqs = len(scored)
+        probs = np.where(np.isfinite(scored.log_probs), np.exp(scored.log_probs), 0.0).ravel()
+        # Stable: within a sequence, whose probabilities do not increase, parents stay first.
+        order = np.argsort(-probs, kind="stable")[: int(scored.counts.sum())]
+        tokens = num_seqs + self._trust() * np.concatenate([[0.0], np.cumsum(probs[order])])
+        bands = _bands(num_seqs + np.arange(len(tokens)))
+        costs, hopes = _costs(state, latency, num_seqs, 1.0 - _HOPE * 0.5 ** self._visits[bands])
+        speed = self._floor.speed or float((tokens / hopes).max()) / num_seqs
+        total = int(np.argmax(tokens - max(speed, 1.0) * num_seqs * hopes))
+        self._cost = float(costs[total])
+        self._visits[bands[total]] += 1.0
+        budgets = np.bincount(order[:total] // max(scored.max_nodes, 1), minlength=num_seqs)
+        self._most_nodes = _next_limit(self._most_nodes, int(budgets.max(initial=0)))
+        return budgets.astype(np.int64)
+
+    def observe(
+        self, scored: ScoredPrefixes, budgets: IntArray, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        num_seqs = max(len(budgets), 1)
+        phi = float(scored.phi()[np.arange(len(budgets)), budgets].sum())
+        self._accepted = _FORGET_TRUST * self._accepted + sum(len(nodes) for nodes in accepted)
+        self._expected = _FORGET_TRUST * self._expected + phi
+        # Not the tokens of this very cycle: expected ones, by what has come true lately, tell
+        # paying from losing cycles with less noise.
+        self._floor.observe(1.0 + self._trust() * phi / num_seqs, self._cost)
+
+    def _trust(self) -> float:
+        """Accepted by expected nodes, lately."""
+        ratio = (self._accepted + _TRUST_START) / (self._expected + _TRUST_START)
+        return min(ratio, _MOST_TRUST)
+
+
+def _bands(widths: IntArray) -> IntArray:
+    """Half octaves."""
+    return np.minimum(2.0 * np.log2(widths), _NUM_BANDS - 1).astype(np.int64)
+
+
+def _costs(
+    state: CycleState, latency: LatencyModel, num_seqs: int, optimism: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Predicted duration of a drafted cycle of 0, 1, … nodes in plain cycles, and a hopeful one."""
+    context_len = sum(state.context_lens) / max(num_seqs, 1)
+    widths = num_seqs + np.arange(len(optimism))
+    verify = latency.verify_s(widths, context_len, num_seqs)
+    rest = latency.draft_s(context_len, num_seqs) + latency.other_s()
+    plain = float(verify[0]) + latency.other_s()
+    return (verify + rest) / plain, (verify * optimism + rest) / plain
+
+
+def _next_limit(limit: int, used: int) -> int:
+    """Nodes to ask for: room to double, given back slowly."""
+    wanted = max(2 * used, _FEWEST_NODES)
+    return wanted if wanted > limit else max(wanted, limit - max(1, limit // 16))
