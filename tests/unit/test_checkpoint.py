@@ -247,8 +247,8 @@ def test_reduced_vocabulary_needs_map_and_head(tmp_path: Path) -> None:
     raw = {**z_lab(), "draft_vocab_size": 40}
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         load_draft(write(tmp_path / "a", raw, weights()))
+    head = {"lm_head.weight": own_tables()["lm_head.weight"]}
     with pytest.raises(ValueError, match="missing: d2t"):
-        head = {"lm_head.weight": own_tables()["lm_head.weight"]}
         load_draft(write(tmp_path / "b", raw, weights(**head)))
     tables = {**own_tables(), "d2t": torch.full((40,), VOCAB)}
     with pytest.raises(ValueError, match="d2t"):

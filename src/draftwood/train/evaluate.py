@@ -1,0 +1,169 @@
+"""Offline acceptance: what a drafter would achieve in the loop, from stored greedy responses.
+
+The target's greedy response is the only path the loop can take, so the cycle that starts at an
+anchor accepts as many of its next tokens as the draft tree contains. All anchors of a response
+are drafted in one packed call and the loop is replayed over the result for every budget at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftwood.draft.network import DraftNetwork
+from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
+from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
+from draftwood.tree.tree import IntArray
+
+CHAIN = 0
+"""Key of the single-chain policy among budgets."""
+
+BUDGETS = (CHAIN, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Offline result over some responses.
+
+    Attributes:
+        num_responses, num_tokens: what it was measured on.
+        accuracy: [horizon] share of rows whose most probable token is the right one.
+        num_cycles: cycles by budget (``CHAIN`` for the chain).
+    """
+
+    num_responses: int
+    num_tokens: int
+    accuracy: tuple[float, ...]
+    num_cycles: Mapping[int, int]
+
+    def tau(self, budget: int) -> float:
+        """Acceptance length: tokens per cycle, bonus token included."""
+        return self.num_tokens / max(self.num_cycles[budget], 1)
+
+
+@torch.no_grad()
+def evaluate(
+    network: DraftNetwork, examples: Iterable[Example], budgets: Sequence[int] = BUDGETS
+) -> dict[str, Acceptance]:
+    """Acceptance by domain, and over all responses under the key ``"all"``.
+
+    Args:
+        network: drafter with embeddings and head of its own or borrowed.
+        examples: greedy responses of the target with its features.
+    """
+    to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
+    parts: dict[str, list[tuple[int, torch.Tensor, dict[int, int]]]] = {}
+    for example in examples:
+        if example.num_anchors == 0:
+            continue
+        log_probs, batch = anchor_marginals(network, example)
+        labels = draft_ids(batch.labels[0].to(log_probs.device), to_draft)
+        labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
+        accepted = accepted_lengths(log_probs, labels, budgets)
+        right = (log_probs.argmax(-1) == labels).sum(0)
+        counts = torch.stack([right.cpu(), batch.valid[0].sum(0).cpu()])
+        cycles = {budget: count_cycles(lengths) for budget, lengths in accepted.items()}
+        for name in ("all", example.domain or "other"):
+            parts.setdefault(name, []).append((len(labels), counts, cycles))
+    return {name: _summary(rows, budgets) for name, rows in parts.items()}
+
+
+def _summary(
+    rows: Sequence[tuple[int, torch.Tensor, dict[int, int]]], budgets: Sequence[int]
+) -> Acceptance:
+    right, counted = torch.stack([counts for _, counts, _ in rows]).sum(0)
+    accuracy = right / counted.clamp_min(1)
+    return Acceptance(
+        len(rows),
+        sum(tokens for tokens, _, _ in rows),
+        tuple(accuracy.tolist()),
+        {budget: sum(cycles[budget] for _, _, cycles in rows) for budget in budgets},
+    )
+
+
+@torch.no_grad()
+def anchor_marginals(network: DraftNetwork, example: Example) -> tuple[torch.Tensor, BlockBatch]:
+    """Log-probabilities [A, B − 1, head_size] of a block at every anchor of a response."""
+    first, count = anchor_range(example.response_start, len(example.token_ids))
+    config = network.config
+    batch = make_batch(
+        [example],
+        [np.arange(first, first + count)],
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+    ).to(network.fc.weight.device)
+    kv = network.context_kv(batch.features, batch.key_positions)
+    hidden = network(
+        network.embed(batch.block_ids), batch.anchor_positions, kv, batch.key_positions
+    )
+    return network.logits(hidden)[0].float().log_softmax(dim=-1), batch
+
+
+def accepted_lengths(
+    log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]
+) -> dict[int, IntArray]:
+    """Accepted drafted tokens at every anchor, by budget.
+
+    The tree of budget n holds the n most probable prefixes, so the true prefix of length d is in
+    it exactly if its probability is at least that of the n-th prefix (ties aside).
+
+    Args:
+        log_probs: [A, L, V] marginals.
+        labels: [A, L] draft ids of the true tokens, ``UNKNOWN`` where there is none.
+
+    Returns:
+        budget → [A], each between 0 and L.
+    """
+    known = labels != UNKNOWN
+    label_scores = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    label_scores = label_scores.masked_fill(~known, float("-inf"))
+    path = torch.zeros_like(label_scores)
+    total = torch.zeros_like(label_scores[:, 0])
+    for depth in range(labels.shape[1]):
+        total = total + label_scores[:, depth]
+        path[:, depth] = total
+    largest = max(budgets)
+    if largest > 0:
+        best = _best_prefixes(log_probs, largest)
+    result = {}
+    for budget in budgets:
+        if budget == CHAIN:
+            inside = (log_probs.argmax(-1) == labels) & known
+        else:
+            bound = best[:, min(budget, best.shape[1]) - 1, None]
+            inside = (path >= bound) & torch.isfinite(path)
+        result[budget] = inside.long().cumprod(dim=1).sum(dim=1).cpu().numpy()
+    return result
+
+
+def _best_prefixes(log_probs: torch.Tensor, count: int) -> torch.Tensor:
+    """[A, count] scores of each anchor's most probable prefixes, in decreasing order.
+
+    The i-th best prefix with the j-th best token (from 0) has at least (i + 1)(j + 1) − 1
+    prefixes of its own length above it: only pairs with (i + 1)(j + 1) ≤ count can matter.
+    """
+    width = min(count, log_probs.shape[-1])
+    tokens = log_probs.topk(width, dim=-1).values
+    i, j = np.meshgrid(np.arange(count), np.arange(width), indexing="ij")
+    pairs = np.argwhere((i + 1) * (j + 1) <= count)
+    index = torch.from_numpy(pairs).to(log_probs.device)
+    beam = torch.full_like(log_probs[:, :1, 0].expand(-1, count), float("-inf")).clone()
+    beam[:, 0] = 0.0
+    found = []
+    for depth in range(log_probs.shape[1]):
+        scores = beam[:, index[:, 0]] + tokens[:, depth][:, index[:, 1]]
+        beam = scores.topk(count, dim=-1).values
+        found.append(beam)
+    return torch.cat(found, dim=-1).topk(count, dim=-1).values
+
+
+def count_cycles(accepted: IntArray) -> int:
+    """Cycles the loop takes over a response, given what each anchor would accept."""
+    position = cycles = 0
+    while position < len(accepted):
+        position += int(accepted[position]) + 1
+        cycles += 1
+    return cycles

@@ -1,0 +1,116 @@
+"""Training objectives over the rows of a batch of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftwood.train.anchors import BlockBatch
+
+UNKNOWN = -1
+"""Draft id of a target token outside a reduced draft vocabulary."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the drafter is asked for.
+
+    Attributes:
+        gamma: decay of the position weights w_j = exp(−(j − 1)/γ); small values care for the
+            first positions, which every deeper acceptance depends on.
+        distill: share λ of the target's own (top-K, renormalised) distribution in the labels;
+            0 is plain cross-entropy on the response.
+    """
+
+    gamma: float = 4.0
+    distill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.gamma <= 0:
+            raise ValueError(f"gamma must be positive, got {self.gamma}; 4 is a good start")
+        if not 0 <= self.distill <= 1:
+            raise ValueError(f"distill must be between 0 and 1, got {self.distill}")
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A weighted sum and what to divide it by, so that parts of a batch add up exactly.
+
+    Attributes:
+        total: Σ w · cross-entropy (with gradient).
+        weight: Σ w over the rows that have a loss.
+        correct, counted: [B − 1] rows predicted right, and rows with a response token.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor
+    correct: torch.Tensor
+    counted: torch.Tensor
+
+
+def draft_ids(target_ids: torch.Tensor, to_draft: torch.Tensor | None) -> torch.Tensor:
+    """Draft ids of target ids, ``UNKNOWN`` where the draft vocabulary has no such token.
+
+    Args:
+        to_draft: [vocab] table, or None when the draft vocabulary is the target's.
+    """
+    return target_ids if to_draft is None else to_draft[target_ids]
+
+
+def inverse_map(target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor | None:
+    """[vocab_size] draft id of each target id for a network's ``target_ids()``."""
+    if target_ids is None:
+        return None
+    table = torch.full((vocab_size,), UNKNOWN, dtype=torch.int64, device=target_ids.device)
+    table[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+    return table
+
+
+def block_loss(
+    logits: torch.Tensor, batch: BlockBatch, to_draft: torch.Tensor | None, config: LossConfig
+) -> LossTerms:
+    """Cross-entropy against (1 − λ) · label + λ · target distribution, weighted by position.
+
+    Rows whose label lies outside the draft vocabulary have no loss but count as wrong.
+
+    Args:
+        logits: [G, n, B − 1, head_size].
+    """
+    horizon = logits.shape[2]
+    label = draft_ids(batch.labels, to_draft)
+    known = batch.valid & (label != UNKNOWN)
+    decay = torch.exp(-torch.arange(horizon, device=logits.device) / config.gamma)
+    weights = decay.to(logits.dtype) * known
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    picked = scores.gather(-1, label.clamp_min(0)[..., None])[..., 0]
+    wanted = picked
+    if config.distill > 0:
+        wanted = torch.lerp(picked, _teacher_score(scores, picked, batch, to_draft), config.distill)
+    losses = scores.logsumexp(dim=-1) - wanted
+    # masked rows may hold anything, also infinities: 0 · inf would poison the sum
+    total = torch.where(known, losses * weights, torch.zeros_like(losses)).sum()
+    with torch.no_grad():
+        right = (scores.argmax(dim=-1) == label) & known
+        correct, counted = right.sum(dim=(0, 1)), batch.valid.sum(dim=(0, 1))
+    return LossTerms(total, weights.sum(), correct, counted)
+
+
+def _teacher_score(
+    scores: torch.Tensor,
+    picked: torch.Tensor,
+    batch: BlockBatch,
+    to_draft: torch.Tensor | None,
+) -> torch.Tensor:
+    """Σ_k p_k · score_k over the target's top-K inside the draft vocabulary, p renormalised."""
+    if batch.top_ids is None or batch.top_log_probs is None:
+        raise ValueError(
+            "distill > 0 needs the target's top-k log-probabilities; store them in the feature "
+            "cache (top_k > 0) or set distill = 0"
+        )
+    ids = draft_ids(batch.top_ids, to_draft)
+    log_probs = batch.top_log_probs.masked_fill(ids == UNKNOWN, float("-inf"))
+    empty = (log_probs == float("-inf")).all(dim=-1)
+    probs = log_probs.masked_fill(empty[..., None], 0.0).softmax(dim=-1).to(scores.dtype)
+    mixed = (probs * scores.gather(-1, ids.clamp_min(0))).sum(dim=-1)
+    return torch.where(empty, picked, mixed)

@@ -1,0 +1,336 @@
+"""The training loop: steps, schedule, evaluation, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from draftwood.draft.checkpoint import save_draft
+from draftwood.draft.network import DraftNetwork
+from draftwood.errors import DraftwoodError
+from draftwood.train.anchors import BlockBatch, Example, choose_anchors, make_batch
+from draftwood.train.evaluate import CHAIN, Acceptance, evaluate
+from draftwood.train.loss import LossConfig
+from draftwood.train.objective import BlockObjective, HeadSample, sample_head
+from draftwood.train.order import PlannedBatch, plan_epoch
+from draftwood.train.schedule import Schedule
+from draftwood.train.state import (
+    Progress,
+    RunLog,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+class ExampleSource(Protocol):
+    """Training responses by index; may grow between epochs (``refresh``)."""
+
+    def refresh(self) -> None: ...
+    def __len__(self) -> int: ...
+    def num_anchors(self, index: int) -> int: ...
+    def name(self, index: int) -> str: ...
+    def example(self, index: int) -> Example: ...
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run.
+
+    Attributes:
+        learning_rate, warmup_steps, max_steps, max_minutes: see ``Schedule``.
+        weight_decay, betas, clip: AdamW and gradient norm limit.
+        blocks: blocks of one micro-batch (of one process).
+        blocks_per_response: most anchors drawn from one response at a time.
+        accumulate: micro-batches per step.
+        short_block, short_share: train with this smaller block during the first share of the
+            run; near positions are learned first and cheaper. 0 turns it off.
+        head_negatives: train through a sample of the head, everything the batch asks for plus
+            this many others; 0 uses all of it. Needs a head of the drafter's own.
+        train_head: whether the drafter's own head is trained or stays as it started.
+        ema_decay: keep an exponential moving average of the weights for evaluation and saving.
+        eval_minutes, save_minutes: how often (training time); both also happen at the end.
+        log_steps: steps per log record.
+        seed: of data order, anchors and head samples.
+        loss: the objective.
+    """
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 30
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    blocks: int = 256
+    blocks_per_response: int = 64
+    accumulate: int = 1
+    short_block: int = 0
+    short_share: float = 0.0
+    head_negatives: int = 0
+    train_head: bool = True
+    ema_decay: float = 0.0
+    eval_minutes: float = 10.0
+    save_minutes: float = 5.0
+    log_steps: int = 10
+    seed: int = 0
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    def schedule(self) -> Schedule:
+        return Schedule(self.learning_rate, self.warmup_steps, self.max_steps, self.max_minutes)
+
+
+class Trainer:
+    """Trains one drafter in one process or in several (pass an ``accelerate.Accelerator``)."""
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        source: ExampleSource,
+        validation: Callable[[], list[Example]],
+        folder: Path,
+        config: TrainConfig,
+        accelerator: Any = None,
+    ) -> None:
+        """Prepare a run in ``folder`` and resume it if it has a checkpoint.
+
+        Args:
+            network: drafter, warm-started, with embeddings (own or borrowed).
+            source: training responses.
+            validation: loads the held-out responses; called at each evaluation.
+            folder: checkpoints, logs and the ``draft`` folder in loadable form.
+            accelerator: for devices, mixed precision and several processes.
+        """
+        if config.head_negatives and network.lm_head is None:
+            raise ValueError("head_negatives needs a drafter with a head of its own; set it to 0")
+        self.config, self.folder, self.source, self.validation = config, folder, source, validation
+        self.network = network
+        self.accelerator = accelerator
+        self.rank = accelerator.process_index if accelerator else 0
+        self.world = accelerator.num_processes if accelerator else 1
+        self.device = accelerator.device if accelerator else network.fc.weight.device
+        self.schedule = config.schedule()
+        self.progress = Progress()
+        if network.lm_head is not None:
+            network.lm_head.weight.requires_grad_(config.train_head)
+        self.objective: Any = BlockObjective(network, config.loss)
+        self.to_draft = self.objective.to_draft
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.optimizer: Any = torch.optim.AdamW(
+            _groups(network, config.weight_decay),
+            lr=config.learning_rate,
+            betas=config.betas,
+            fused=True,
+        )
+        self.average = {k: v.clone() for k, v in network.state_dict().items()}
+        self._resume()
+        if accelerator:
+            self.objective, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
+        self.log = RunLog(folder) if self.rank == 0 else None
+        self._plan: list[PlannedBatch] = []
+
+    # -- data ------------------------------------------------------------------------------
+
+    def _replan(self, fresh: bool) -> None:
+        """Plan the current epoch; a fresh one takes in responses that appeared meanwhile."""
+        if fresh:
+            self.source.refresh()
+            self.progress.num_records = len(self.source)
+        self._plan = plan_epoch(
+            [self.source.num_anchors(i) for i in range(self.progress.num_records)],
+            blocks=self.config.blocks,
+            blocks_per_response=self.config.blocks_per_response,
+            seed=self.config.seed,
+            epoch=self.progress.epoch,
+        )
+        if not self._plan:
+            raise ValueError("no training response has two tokens; generate responses first")
+
+    def _next(self, block_size: int) -> tuple[BlockBatch, HeadSample | None, str]:
+        """This process's next micro-batch; all processes advance the same cursor."""
+        if not self._plan:
+            self._replan(fresh=self.progress.cursor == 0)
+        if self.progress.cursor >= len(self._plan):
+            self.progress.epoch += 1
+            self.progress.cursor = 0
+            self._replan(fresh=True)
+        index = self.progress.cursor + self.rank
+        planned = self._plan[index % len(self._plan)]
+        self.progress.cursor += self.world
+        rng = np.random.default_rng([self.config.seed, self.progress.epoch, index, 1])
+        examples = [self.source.example(i) for i in planned.responses]
+        anchors = [
+            choose_anchors(rng, e.response_start, len(e.token_ids), planned.num_anchors)
+            for e in examples
+        ]
+        config = self.network.config
+        batch = make_batch(
+            examples, anchors, block_size=block_size, mask_token_id=config.mask_token_id
+        ).to(self.device)
+        head = None
+        if self.config.head_negatives:
+            table = self.to_draft.to(self.device)
+            head = sample_head(batch, table, config.head_size, self.config.head_negatives, rng)
+        return batch, head, ", ".join(self.source.name(i) for i in planned.responses)
+
+    def _block_size(self) -> int:
+        full = self.network.config.block_size
+        done = self.schedule.progress(self.progress.step, self.progress.elapsed_s)
+        if self.config.short_block and done < self.config.short_share:
+            return min(self.config.short_block, full)
+        return full
+
+    # -- one step --------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step; returns what happened.
+
+        Raises:
+            DraftwoodError: the loss is not finite; nothing was updated or saved since.
+        """
+        rate = self.schedule.rate(self.progress.step, self.progress.elapsed_s)
+        block_size = self._block_size()
+        parts = [self._next(block_size) for _ in range(self.config.accumulate)]
+        loss = first = counted = 0.0
+        for batch, head, names in parts:
+            total, weight, correct, seen = self.objective(batch, head)
+            part = total / weight.clamp_min(1e-6) / len(parts)
+            if not bool(torch.isfinite(part)):
+                raise DraftwoodError(
+                    f"loss is {float(part.detach())} at step {self.progress.step} on responses "
+                    f"{names}; the last good checkpoint in {self.folder} is kept. Check their "
+                    "features, or lower the learning rate and resume"
+                )
+            self.accelerator.backward(part) if self.accelerator else part.backward()
+            loss += float(part.detach())
+            first += float(correct[0] / seen[0].clamp_min(1)) / len(parts)
+            counted += float(seen.sum())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip))
+        if not np.isfinite(norm):
+            raise DraftwoodError(
+                f"the gradient is not finite at step {self.progress.step} on responses "
+                f"{'; '.join(names for _, _, names in parts)}; lower the learning rate and resume"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        self.progress.positions += int(counted) * self.world
+        self._update_average()
+        return {"loss": loss, "first_accuracy": first, "grad_norm": norm, "learning_rate": rate}
+
+    def _update_average(self) -> None:
+        decay = self.config.ema_decay
+        if not decay:
+            return
+        # a young average follows closely: it would otherwise remember the start
+        share = 1 - min(decay, (1 + self.progress.step) / (10 + self.progress.step))
+        for name, value in self.network.state_dict().items():
+            if value.is_floating_point():
+                self.average[name].lerp_(value.to(self.average[name].device), share)
+
+    # -- the run ---------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Acceptance]:
+        """Train to the end of the schedule; evaluate and save on the way and at the end."""
+        config, progress = self.config, self.progress
+        self._record("start", {"config": asdict(config), "responses": len(self.source)})
+        evaluated = saved = progress.elapsed_s
+        window: list[dict[str, float]] = []
+        window_s, window_positions = 0.0, progress.positions
+        while self.schedule.progress(progress.step, progress.elapsed_s) < 1.0:
+            begin = time.monotonic()
+            window.append(self.step())
+            seconds = self._agreed(time.monotonic() - begin)
+            progress.elapsed_s += seconds
+            window_s += seconds
+            if len(window) >= config.log_steps:
+                means = {k: float(np.mean([w[k] for w in window])) for k in window[0]}
+                speed = (progress.positions - window_positions) / max(window_s, 1e-9)
+                state = {"positions_per_s": speed, "block_size": float(self._block_size())}
+                self._record("train", {**means, **state, **asdict(progress)})
+                window, window_s, window_positions = [], 0.0, progress.positions
+            if progress.elapsed_s - evaluated > 60 * config.eval_minutes:
+                self.evaluate()
+                evaluated = progress.elapsed_s
+            if progress.elapsed_s - saved > 60 * config.save_minutes:
+                self.save()
+                saved = progress.elapsed_s
+        self.save()
+        return self.evaluate()
+
+    def _agreed(self, seconds: float) -> float:
+        """The slowest process's time, so that all follow one schedule."""
+        if self.world == 1:
+            return seconds
+        value = torch.tensor([seconds], device=self.device)
+        return float(self.accelerator.gather(value).max())
+
+    def evaluate(self) -> dict[str, Acceptance]:
+        """Offline acceptance on the held-out responses; also writes the ``draft`` folder."""
+        if self.rank != 0:
+            return {}
+        weights = self.weights()
+        network = self.network
+        kept = {k: v.clone() for k, v in network.state_dict().items()}
+        network.load_state_dict(weights)
+        network.eval()
+        result = evaluate(network, self.validation(), (CHAIN, 8, 32, 128))
+        network.load_state_dict(kept)
+        network.train()
+        for domain, found in result.items():
+            taus = {f"tau_{b or 'chain'}": found.tau(b) for b in found.num_cycles}
+            accuracy = {f"accuracy_{i + 1}": a for i, a in enumerate(found.accuracy)}
+            about = {"domain": domain, "tokens": found.num_tokens, **taus, **accuracy}
+            self._record("eval" if domain == "all" else f"eval/{domain}", about)
+        save_draft(self.folder / "draft", network.config, weights)
+        return result
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights to ship: the moving average, or the current ones without it."""
+        return dict(self.average) if self.config.ema_decay else self.network.state_dict()
+
+    def _record(self, kind: str, values: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.write(kind, self.progress.step, values)
+
+    # -- resume ----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint from which the run continues exactly."""
+        if self.rank != 0:
+            return
+        state = {
+            "network": self.network.state_dict(),
+            "average": self.average if self.config.ema_decay else None,
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        save_checkpoint(self.folder, state, self.progress.step)
+
+    def _resume(self) -> None:
+        file = latest_checkpoint(self.folder)
+        if file is None:
+            return
+        state = load_checkpoint(file)
+        self.network.load_state_dict(state["network"])
+        if state["average"] is not None:
+            self.average = state["average"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = replace(self.progress, **state["progress"])
+
+
+def _groups(network: DraftNetwork, weight_decay: float) -> list[dict[str, Any]]:
+    """Norm weights are not decayed."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
