@@ -3,6 +3,7 @@
 import torch
 
 import draftwood as dw
+from draftwood.draft.lookup import LookupDrafter
 
 target = dw.load("demo").target
 model, tokenizer = target.model, target.tokenizer  # any AutoModelForCausalLM and its tokenizer
@@ -16,7 +17,8 @@ inputs = tokenizer.apply_chat_template(
 settings = {"max_new_tokens": 48, "do_sample": False}
 
 plain = model.generate(**inputs, **settings)
-fast = model.generate(**inputs, **settings, custom_generate=dw.custom_generate("lookup"))
+decode = dw.custom_generate(LookupDrafter(), budget=8)  # keep it: it learns from call to call
+fast = model.generate(**inputs, **settings, custom_generate=decode)
 
 print(tokenizer.decode(fast[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print("identical:", torch.equal(plain, fast))
