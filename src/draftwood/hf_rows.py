@@ -62,7 +62,7 @@ class RowProcessor:
         return scores
 
     def _apply(self, processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._num_rows == 1 or type(processor) in _ROW_WISE:
+        if self._num_rows == 1 or _is_row_wise(processor):
             return processor(ids, scores)
         size = (self._num_rows, 1)
         return processor(ids.repeat(size), scores.repeat(size))[self._row : self._row + 1]
@@ -84,7 +84,7 @@ class RowCriteria:
         return any(self._says_stop(criterion) for criterion in self._criteria)
 
     def _says_stop(self, criterion: Any) -> bool:
-        alone = self._num_rows == 1 or type(criterion) in _ROW_WISE
+        alone = self._num_rows == 1 or _is_row_wise(criterion)
         ids = self._ids[None] if alone else self._ids.repeat(self._num_rows, 1)
         said = torch.as_tensor(criterion(ids, None)).flatten()
         return bool(said[0] if len(said) == 1 else said[self._row])
@@ -129,6 +129,12 @@ class ColumnStream:
 
     def _column(self, index: int) -> torch.Tensor:
         return torch.tensor([row[index] if index < len(row) else self._pad for row in self._rows])
+
+
+def _is_row_wise(part: Any) -> bool:
+    if type(part) is hf.RepetitionPenaltyLogitsProcessor:  # may hold one padding length per row
+        return not isinstance(getattr(part, "prompt_ignore_length", None), torch.Tensor)
+    return type(part) in _ROW_WISE
 
 
 def _padding(request: Request, row: int) -> torch.Tensor:

@@ -95,8 +95,9 @@ def _draw(walkers: Sequence[_Walker], logits: torch.Tensor) -> None:
                 walker.error = bad_scores(value, position)
             else:
                 walker.picks.append(Pick(token_id))
-    for row in set(range(len(walkers))).difference(plain):
-        walker = walkers[row]
+    for row, walker in enumerate(walkers):
+        if row in plain:
+            continue
         try:
             walker.picks.append(walker.sampler.pick(logits[row], walker.tokens))
         except DraftwoodError as error:
