@@ -1,0 +1,159 @@
+"""Block diffusion drafting (DFlash, 2602.06036): one pass predicts the whole next block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftwood.draft.base import Committed, DraftContext, DraftLimits
+from draftwood.draft.block_pass import BlockPass, few_rows
+from draftwood.draft.checkpoint import check_compatible
+from draftwood.draft.context_cache import ContextCache
+from draftwood.draft.network import DraftNetwork
+from draftwood.draft.ranking import Ranked, Ranker
+from draftwood.draft.steering import Columns
+from draftwood.target.model import Target
+from draftwood.tree.enumerate import top_prefixes_from_candidates
+from draftwood.tree.tree import ScoredPrefixes
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """One sequence: keys and values of its committed tokens, and the proposal being verified."""
+
+    cache: ContextCache
+    anchor: int = -1
+    ranked: Ranked | None = None
+
+
+class BlockDiffusionDrafter:
+    """Drafts trees from the per-position marginals of one block-diffusion pass.
+
+    Conditioned on the target's hidden states at ``taps``: every committed token is projected to
+    keys and values once, its features are then dropped. The block always has ``block_size`` rows,
+    whatever the budget and however little room is left.
+
+    Args:
+        network: the drafter; embeddings and head it lacks are the target's.
+        target: the model it drafts for.
+        use_noise: at temperature > 0, rank by the request's noise too (see ``ranking``).
+
+    Raises:
+        ValueError: the drafter was not made for this target.
+    """
+
+    def __init__(self, network: DraftNetwork, target: Target, *, use_noise: bool = True) -> None:
+        config = network.config
+        check_compatible(
+            config,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+        )
+        self.config = config
+        self._pass = BlockPass(network)
+        own_table, own_head = network.embed_tokens, network.lm_head
+        table = own_table.weight if own_table is not None else target.input_embeddings()
+        head = own_head.weight if own_head is not None else target.output_embeddings()
+        self._table, self._head = table.detach(), head.detach()
+        self._mask_row = self._embed([config.mask_token_id])
+        columns = Columns(
+            len(head), target.vocab_size, network.target_ids(), device=self._head.device
+        )
+        self._ranker = Ranker(columns, use_noise=use_noise)
+        self._states: dict[int, _State] = {}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    @property
+    def horizon(self) -> int:
+        return self.config.horizon
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
+        """The most probable prefixes of each context under its block's marginals."""
+        max_depths = [min(self.horizon, context.max_depth) for context in contexts]
+        depth = min(max(max_depths, default=0), limits.max_nodes)
+        if depth <= 0:
+            return ScoredPrefixes.empty(len(contexts))
+        states = [self._state(context.seq_id) for context in contexts]
+        for state, context in zip(states, contexts, strict=True):
+            known, anchor = state.cache.length, len(context.token_ids) - 1
+            assert known == anchor, f"the drafter has {known} of {anchor} committed tokens"
+        logits = self._logits([c.token_ids[-1] for c in contexts], states, depth)
+        width = min(limits.max_nodes, limits.max_width or limits.max_nodes)
+        depths = range(1, depth + 1)
+        for state, context, rows in zip(states, contexts, logits, strict=True):
+            state.anchor = state.cache.length
+            state.ranked = self._ranker.rank(rows, depths, context, width)
+        ranked = [state.ranked for state in states if state.ranked is not None]
+        return top_prefixes_from_candidates(
+            torch.stack([one.log_probs for one in ranked]),
+            torch.stack([one.token_ids for one in ranked]),
+            limits.max_nodes,
+            max_depths=max_depths,
+        )
+
+    @torch.inference_mode()
+    def observe(self, committed: Sequence[Committed]) -> None:
+        """Project the features of the committed tokens, and learn from the target's picks."""
+        states = [self._state(record.seq_id) for record in committed]
+        for state, record in zip(states, committed, strict=True):
+            assert record.features is not None, "a block-diffusion drafter needs its taps"
+            assert len(record.features) == len(record.token_ids)
+            assert record.start == state.cache.length, (
+                f"tokens {state.cache.length}..{record.start} were never reported"
+            )
+            self._learn(state, record)
+        features = [record.features for record in committed if record.features is not None]
+        if not features:
+            return
+        positions = [torch.arange(r.start, r.start + len(r.token_ids)) for r in committed]
+        new = self._pass.context(torch.cat(features), torch.cat(positions).to(self._pass.device))
+        parts = new.split([len(part) for part in positions], dim=3)
+        for state, part in zip(states, parts, strict=True):
+            state.cache.append(part)
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget tokens at positions ≥ ``length``."""
+        state = self._states.get(seq_id)
+        if state is not None:
+            state.cache.truncate(length)
+            state.ranked = None
+
+    def release(self, seq_id: int) -> None:
+        """Free the context of a sequence; only the ranking weights outlive it."""
+        self._states.pop(seq_id, None)
+
+    def _state(self, seq_id: int) -> _State:
+        if seq_id not in self._states:
+            self._states[seq_id] = _State(self._pass.new_cache())
+        return self._states[seq_id]
+
+    def _logits(self, anchors: list[int], states: list[_State], depth: int) -> torch.Tensor:
+        """[S, depth, V] scores of the tokens at depths 1 … depth."""
+        block = self._mask_row.repeat(len(anchors), self.config.block_size, 1)
+        block[:, 0] = self._embed(anchors)
+        hidden = self._pass.hidden(block, [state.cache for state in states], depth)
+        flat = hidden.reshape(len(anchors) * depth, -1).to(self._head.device, self._head.dtype)
+        scores = few_rows(flat, self._head).reshape(len(anchors), depth, -1)
+        if self.config.logit_scale != 1.0:
+            scores = scores * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def _embed(self, token_ids: list[int]) -> torch.Tensor:
+        """[n, H] block rows of target token ids."""
+        rows = self._table[torch.tensor(token_ids, device=self._table.device)]
+        return rows.to(self._pass.device, self._pass.dtype) * self.config.embedding_scale
+
+    def _learn(self, state: _State, record: Committed) -> None:
+        ranked, state.ranked = state.ranked, None
+        if ranked is None or state.anchor != record.start:
+            return
+        for row, token_id in zip(range(len(ranked.depths)), record.picks, strict=False):
+            self._ranker.learn(ranked, row, token_id)

@@ -1,0 +1,207 @@
+"""The DFlash network as decoding runs it: the same function as ``network.py``, made cheap.
+
+Fused projections, no masks where attention is unlimited, context keys and values read in place,
+one packed pass over the blocks of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from draftwood.draft.config import DraftConfig
+from draftwood.draft.context_cache import ContextCache
+from draftwood.draft.network import DraftNetwork, Layer
+from draftwood.draft.rope import rotate
+
+# Row counts for which a CPU reads W once in W @ xᵀ; others in between are 2–3 times slower per
+# row, so few rows are padded to the next of these.
+_GOOD_ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, in] · weight [out, in]ᵀ, fast on CPU for the few rows of a decoding step."""
+    num_rows = len(x)
+    if x.device.type != "cpu" or num_rows > _GOOD_ROWS[-1]:
+        return F.linear(x, weight)
+    padded = next(size for size in _GOOD_ROWS if size >= num_rows)
+    if padded > num_rows:
+        x = F.pad(x, (0, 0, 0, padded - num_rows))
+    return (weight @ x.t())[:, :num_rows].t()
+
+
+@dataclass(frozen=True)
+class _LayerWeights:
+    """One layer with fused projections."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    input_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+
+    @staticmethod
+    def of(layer: Layer) -> _LayerWeights:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases: list[torch.Tensor] = [p.bias for p in projections if p.bias is not None]
+        bias = attention.o_proj.bias
+        return _LayerWeights(
+            torch.cat([p.weight for p in projections]).detach(),
+            torch.cat(biases).detach() if biases else None,
+            attention.o_proj.weight.detach(),
+            bias.detach() if bias is not None else None,
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
+            mlp.down_proj.weight.detach(),
+            layer.input_layernorm.weight.detach(),
+            layer.post_attention_layernorm.weight.detach(),
+            attention.q_norm.weight.detach(),
+            attention.k_norm.weight.detach(),
+        )
+
+
+class BlockPass:
+    """Runs a drafter's blocks on cached context.
+
+    Holds copies of the fused weights and not the network, so that its own can be freed.
+    """
+
+    def __init__(self, network: DraftNetwork) -> None:
+        config = network.config
+        self.config: DraftConfig = config
+        self.dtype, self.device = network.fc.weight.dtype, network.fc.weight.device
+        self._layers = [_LayerWeights.of(layer) for layer in network.layers]  # type: ignore[arg-type]
+        self._fc = network.fc.weight.detach()
+        self._hidden_norm = network.hidden_norm.weight.detach()
+        self._norm = network.norm.weight.detach()
+        self._num_queries = config.num_attention_heads * config.head_dim
+        self._angles = self._turns(0)
+
+    def new_cache(self) -> ContextCache:
+        """An empty context for one sequence."""
+        c = self.config
+        return ContextCache(
+            c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device
+        )
+
+    def context(self, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys and values [layers, 2, kv_heads, n, head_dim] of committed tokens.
+
+        Args:
+            features: [n, taps · target_hidden] raw outputs of the tapped target layers.
+            positions: [n] absolute positions.
+        """
+        c = self.config
+        fused = F.linear(features.to(self.device, self.dtype), self._fc)
+        fused = self._rms(fused, self._hidden_norm)
+        turn = self._at(positions)
+        parts = []
+        for layer in self._layers:
+            bias = None if layer.qkv_bias is None else layer.qkv_bias[self._num_queries :]
+            both = F.linear(fused, layer.qkv[self._num_queries :], bias)
+            keys, values = both.view(len(fused), 2, -1, c.head_dim).unbind(1)
+            keys = rotate(self._rms(keys, layer.k_norm), *turn)
+            parts.append(torch.stack([keys, values]).transpose(1, 2))
+        return torch.stack(parts)
+
+    def hidden(
+        self, block: torch.Tensor, caches: Sequence[ContextCache], num_rows: int
+    ) -> torch.Tensor:
+        """Normed hidden states [S, num_rows, H] of rows 1 … num_rows of each block.
+
+        Args:
+            block: [S, B, H] embeddings of [anchor, mask, …]; the anchor's position is the length
+                of its cache, so its context is strictly before it.
+            caches: one per sequence.
+            num_rows: rows after the anchor whose predictions are wanted; all B rows take part.
+        """
+        num_seqs, size, width = block.shape
+        lengths = torch.tensor([cache.length for cache in caches], device=self.device)
+        turn = self._at((lengths[:, None] + torch.arange(size, device=self.device)).flatten())
+        for cache in caches:
+            cache.reserve(cache.length + size)
+        x = block.reshape(num_seqs * size, width)
+        masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = {}
+        for index, layer in enumerate(self._layers):
+            mixed = self._attention(index, self._rms(x, layer.input_norm), turn, caches, masks)
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        rows = x.view(num_seqs, size, width)[:, 1 : num_rows + 1]
+        return self._rms(rows, self._norm)
+
+    def _attention(
+        self,
+        index: int,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        caches: Sequence[ContextCache],
+        masks: dict[tuple[int, int | None, bool], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """[S · B, heads · head_dim] attention of normed rows, before the output projection."""
+        c, layer = self.config, self._layers[index]
+        kv, dim = c.num_key_value_heads, c.head_dim
+        share = c.num_attention_heads // kv
+        fused = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, dim)
+        query, keys, values = fused.split([kv * share, kv, kv], dim=1)
+        query = rotate(self._rms(query, layer.q_norm), *turn).transpose(0, 1)
+        keys = rotate(self._rms(keys, layer.k_norm), *turn).transpose(0, 1)
+        values = values.transpose(0, 1)
+        size = len(x) // len(caches)
+        parts = []
+        for s, cache in enumerate(caches):
+            rows = slice(s * size, (s + 1) * size)
+            own = cache.with_block(index, keys[:, rows], values[:, rows])
+            key = (s, c.window(index), c.is_causal[index])
+            if key not in masks:
+                masks[key] = self._mask(cache.length, size, key[1], key[2], share)
+            # Query heads that share keys are stacked as rows: no copies of the keys.
+            folded = query[:, rows].reshape(kv, share * size, dim)
+            out = sdpa(folded[None], own[0][None], own[1][None], attn_mask=masks[key])
+            out = out.view(kv * share, size, dim).transpose(0, 1)
+            parts.append(out.reshape(size, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _mask(
+        self, context_len: int, size: int, window: int | None, causal: bool, share: int
+    ) -> torch.Tensor | None:
+        """[share · B, context + B] additive mask; None where every row sees everything."""
+        keys = torch.arange(context_len + size, device=self.device)
+        gap = keys[context_len:, None] - keys  # row position − key position
+        hidden = torch.zeros_like(gap, dtype=torch.bool)
+        if causal:
+            hidden |= gap < 0
+        if window is not None:
+            hidden |= gap.abs() >= window
+        if not bool(hidden.any()):
+            return None
+        mask = torch.zeros(gap.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden, -torch.inf).repeat(share, 1)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [n, 1, head_dim / 2] of positions, from a table that grows."""
+        longest = int(positions.max()) + 1
+        if longest > len(self._angles[0]):
+            self._angles = self._turns(2 * longest)
+        return self._angles[0][positions, None], self._angles[1][positions, None]
+
+    def _turns(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self.config
+        inverse, scale = c.rope.frequencies(c.head_dim, c.max_position_embeddings)
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        positions = torch.arange(num_positions, dtype=exact)
+        turns = positions[:, None] * inverse.to(exact)
+        cos, sin = turns.cos() * scale, turns.sin() * scale
+        return cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
