@@ -72,7 +72,7 @@ class Engine:
         lens = [seq.cache.length for seq in seqs]
         decoding = [i for i, seq in enumerate(seqs) if seq.is_decoding]
 
-        scored, budgets = self._draft([seqs[i].context() for i in decoding])
+        drafted, scored, budgets = self._draft([seqs[i].context() for i in decoding])
         tree = self._plant(seqs, decoding, scored, budgets)
         watch.lap("draft_s")
 
@@ -93,20 +93,21 @@ class Engine:
         watch.lap("commit_s")
 
         record = CycleRecord(
-            [seq.seq_id for seq in seqs], decoding, tree, scored, budgets, verdicts,
+            [seq.seq_id for seq in seqs], decoding, drafted, tree, scored, budgets, verdicts,
             [len(tokens) for tokens in emitted], lens, watch.seconds(),
         )  # fmt: skip
         self._learn(seqs, record)
         return [self._event(*row) for row in zip(seqs, emitted, texts, strict=True)]
 
-    def _draft(self, contexts: list[DraftContext]) -> tuple[ScoredPrefixes, IntArray]:
+    def _draft(self, contexts: list[DraftContext]) -> tuple[bool, ScoredPrefixes, IntArray]:
+        """(whether the drafter was asked, its prefixes, the chosen budgets)."""
         state = CycleState([len(c.token_ids) - 1 for c in contexts], self.drafter.horizon)
         max_nodes, max_width = self.policy.limits(state, self.latency) if contexts else (0, None)
         if max_nodes == 0 or self.drafter.horizon == 0:
             scored = ScoredPrefixes.empty(len(contexts))
-            return scored, scored.counts
+            return False, scored, scored.counts
         scored = self.drafter.propose(contexts, DraftLimits(max_nodes, max_width))
-        return scored, self.policy.choose(scored, state, self.latency)
+        return True, scored, self.policy.choose(scored, state, self.latency)
 
     def _plant(
         self,
@@ -154,9 +155,14 @@ class Engine:
                 context_len=sum(record.context_lens) / len(seqs),
                 num_seqs=len(seqs),
                 verify_s=seconds.verify_s + seconds.walk_s,
-                draft_s=seconds.draft_s if record.scored.max_nodes else None,
+                draft_s=seconds.draft_s if record.drafted else None,
                 other_s=seconds.commit_s + seconds.other_s,
             )
+        if record.drafted:
+            accepted = [
+                (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist() for i in record.decoding
+            ]
+            self.policy.observe(record.scored, record.budgets, accepted)
         if self.on_cycle is not None:
             self.on_cycle(record)
 

@@ -65,10 +65,12 @@ class CycleRecord:
 
     ``seq_ids``, ``verdicts`` and ``num_committed`` are parallel to the tree's sequences;
     ``scored`` and ``budgets`` hold only those that decoded, listed in ``decoding`` (indices).
+    ``drafted`` tells whether the drafter was asked.
     """
 
     seq_ids: Sequence[int]
     decoding: Sequence[int]
+    drafted: bool
     tree: DraftTree
     scored: ScoredPrefixes
     budgets: IntArray
