@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from draftwood.draft.config import FULL, SLIDING, DraftConfig
-from draftwood.draft.network import NO_POSITION, DraftNetwork, project
+from draftwood.draft.layers import project
+from draftwood.draft.network import NO_POSITION, DraftNetwork
 from draftwood.draft.rope import RopeConfig, rotate
 
 TAPS = 2

@@ -240,7 +240,7 @@ def brute_force(log_probs: torch.Tensor, labels: list[int], budget: int) -> int:
     prefixes: dict[tuple[int, ...], float] = {(): 0.0}
     level = dict(prefixes)
     for row in log_probs:
-        level = {p + (v,): s + float(row[v]) for p, s in level.items() for v in range(len(row))}
+        level = {(*p, v): s + float(row[v]) for p, s in level.items() for v in range(len(row))}
         prefixes |= level
     del prefixes[()]
     tree = set(sorted(prefixes, key=lambda p: -prefixes[p])[:budget])

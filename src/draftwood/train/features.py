@@ -20,6 +20,12 @@ from draftwood.train.anchors import Example, anchor_range
 
 INDEX = "index.jsonl"
 META = "meta.json"
+FILES = {
+    "features": "features.f16",
+    "tokens": "tokens.i32",
+    "top_ids": "topk_ids.i32",
+    "top_log_probs": "topk_logp.f16",
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,11 @@ class FeatureStore:
         self._columns = [self.meta["taps"].index(tap) for tap in taps]
         self.records = _read_index(self.folder)
         count = max((r.start + r.length for r in self.records), default=0)
-        self._features = self._map("features.f16", np.float16, count, self.meta["taps"])
-        self._tokens = np.fromfile(self.folder / "tokens.i32", np.int32, count)
+        self._features = self._map("features", np.float16, count, self.meta["taps"])
+        self._tokens = self._read_tokens(count)
         k = self.meta["top_k"]
-        self._top_ids = self._map("topk_ids.i32", np.int32, count, k)
-        self._top_log_probs = self._map("topk_logp.f16", np.float16, count, k)
+        self._top_ids = self._map("top_ids", np.int32, count, k)
+        self._top_log_probs = self._map("top_log_probs", np.float16, count, k)
 
     def _map(self, name: str, dtype: Any, count: int, parts: Any) -> np.ndarray | None:
         shape: tuple[int, ...]
@@ -68,7 +74,12 @@ class FeatureStore:
             shape = (count, len(parts), self.meta["hidden_size"])
         if 0 in shape:
             return None
-        return np.memmap(self.folder / name, dtype, "r", shape=shape)
+        return np.memmap(self.folder / FILES[name], dtype, "r", shape=shape)
+
+    def _read_tokens(self, count: int) -> np.ndarray:
+        if count == 0:
+            return np.zeros(0, np.int32)
+        return np.fromfile(self.folder / FILES["tokens"], np.int32, count)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -111,9 +122,9 @@ class FeatureStore:
         )
 
 
-def is_held_out(record: Record, percent: float) -> bool:
+def is_held_out(prompt_key: str, percent: float) -> bool:
     """Whether a response belongs to validation: decided by its prompt alone, for ever."""
-    return int(record.prompt_key[:8], 16) % 10_000 < percent * 100
+    return int(prompt_key[:8], 16) % 10_000 < percent * 100
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -124,11 +135,17 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _read_index(folder: Path) -> list[Record]:
+def whole_lines(folder: Path) -> int:
+    """Length in bytes of the index up to its last newline; what follows is half written."""
     file = folder / INDEX
-    if not file.is_file():
+    return file.read_bytes().rfind(b"\n") + 1 if file.is_file() else 0
+
+
+def _read_index(folder: Path) -> list[Record]:
+    size = whole_lines(folder)
+    if size == 0:
         return []
-    lines = file.read_text().split("\n")[:-1]  # a last line without newline is half written
+    lines = (folder / INDEX).read_bytes()[:size].decode().splitlines()
     return [Record(**json.loads(line)) for line in lines]
 
 
@@ -152,7 +169,9 @@ class StoreSource:
         self.store = FeatureStore(*self._open)
         held_out, percent = self._side
         self._indices = [
-            i for i, r in enumerate(self.store.records) if is_held_out(r, percent) == held_out
+            i
+            for i, record in enumerate(self.store.records)
+            if is_held_out(record.prompt_key, percent) == held_out
         ]
 
     def __len__(self) -> int:

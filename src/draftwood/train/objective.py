@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from draftwood.draft.network import DraftNetwork, project
+from draftwood.draft.layers import project
+from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import BlockBatch
 from draftwood.train.loss import (
     UNKNOWN,
