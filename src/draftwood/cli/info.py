@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftwood.cli.options import MODEL, quiet_libraries
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Facts = dict[str, str]
 
@@ -86,9 +89,8 @@ def target_facts(name: str) -> Facts:
     from transformers import AutoModelForCausalLM
 
     from draftwood.target import support
-    from draftwood.target.load import load_config
 
-    config = load_config(name)
+    config = _config(name)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -106,6 +108,21 @@ def target_facts(name: str) -> Facts:
         "parameters": f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M",
         "supported": supported,
     }
+
+
+def _config(name: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    from draftwood.target.demo import find_demo
+    from draftwood.target.gguf import is_gguf, require_gguf
+
+    path = find_demo() if name == "demo" else Path(name).expanduser()
+    if path is None:
+        raise ValueError("the demo model has not been fetched yet; run 'draftwood demo' first")
+    if is_gguf(path):
+        require_gguf()
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    return AutoConfig.from_pretrained(path if path.is_dir() else name)
 
 
 def drafter_facts(name: str) -> Facts:

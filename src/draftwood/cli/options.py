@@ -99,8 +99,10 @@ def open_engine(
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' progress bars and hints out of the user's terminal."""
+    """Keep progress bars, hints and retries of the libraries out of the user's terminal."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
