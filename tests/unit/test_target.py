@@ -378,6 +378,11 @@ class TestRefused:
         config = BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
         self.refuse(BloomForCausalLM(config).eval(), "attention cannot be replaced")
 
+    def test_layers_that_swallow_keyword_arguments(self):
+        from transformers import StableLmConfig, StableLmForCausalLM
+
+        self.refuse(StableLmForCausalLM(StableLmConfig(**SMALL)).eval(), "keyword arguments")
+
     def test_no_head(self):
         self.refuse(tiny_model("llama").model, "head")
 

@@ -154,7 +154,10 @@ def tree_attention(
     s_aux: [heads] sink logits. Returns [1, N, heads, value_dim] and no weights.
     """
     if draftwood_pass is None:
-        raise DraftwoodError("the model is in use by draftwood: run its own forward afterwards")
+        raise DraftwoodError(
+            "no draft tree reached the attention: the model's layers do not pass keyword arguments "
+            "on to it, or the model's own forward ran while draftwood was using it"
+        )
     unknown = [name for name in kwargs.keys() - _HARMLESS if kwargs[name] is not None]
     if unknown or attention_mask is not None:
         raise DraftwoodError(f"attention with {unknown or 'a mask of its own'} is not supported")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from draftwood.errors import DraftwoodError
 from draftwood.tree.tree import NO_PARENT, DraftTree
 
 if TYPE_CHECKING:
@@ -33,18 +34,22 @@ def check_parity(target: Target) -> None:
     verified once more. Every row's logits are compared with the model's own forward over that
     row's tokens alone; low precision compares the typical row, full precision the worst.
     """
-    errors = parity_errors(target)
+    name = type(target.model).__name__
+    try:
+        errors = parity_errors(target)
+    except (DraftwoodError, TypeError) as error:
+        raise ValueError(f"{name} cannot be a target: {error}") from error
     tolerance = TOLERANCES.get(target.dtype)
     if tolerance is None:
         # Not the worst row: rounding may send a token to another expert.
         by_tree = errors.view(2, -1).median(dim=1).values
-        error, tolerance = float(by_tree.max()), LOW_PRECISION_TOLERANCE
+        worst, tolerance = float(by_tree.max()), LOW_PRECISION_TOLERANCE
     else:
-        error = float(errors.max())
-    if not error <= tolerance:
+        worst = float(errors.max())
+    if not worst <= tolerance:
         raise ValueError(
-            f"{type(target.model).__name__} cannot be a target: on random draft trees its logits "
-            f"differ from its own forward by {error:.2g} of their size "
+            f"{name} cannot be a target: on random draft trees its logits "
+            f"differ from its own forward by {worst:.2g} of their size "
             f"(limit {tolerance:.2g} for {target.dtype})"
         )
 
