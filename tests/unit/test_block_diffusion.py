@@ -255,7 +255,7 @@ def test_holes_are_refused(target: Target) -> None:
     rows = features(target, TOKENS[:9], drafter.taps)
     with pytest.raises(AssertionError, match="never reported"):
         drafter.observe([Committed(0, 3, TOKENS[3:9], rows[3:], [], 0)])
-    with pytest.raises(AssertionError, match="committed tokens"):
+    with pytest.raises(AssertionError, match="committed tokens are known"):
         drafter.propose([context(TOKENS[:5], target)], DraftLimits(4))
     with pytest.raises(AssertionError, match="taps"):
         drafter.observe([Committed(0, 0, TOKENS[:3], None, [], 0)])
@@ -319,6 +319,30 @@ def test_context_grows_without_a_copy_per_cycle(target: Target) -> None:
         pointers.add(drafter._states[0].cache._buffer.data_ptr())
     assert len(pointers) <= 5
     assert drafter._states[0].cache.capacity <= 2 * (400 + drafter.config.block_size)
+
+
+@pytest.mark.parametrize("max_nodes", [3, 12, 60])
+@pytest.mark.parametrize("sharpness", [0.1, 1.0])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 2}])
+def test_deep_rows_are_left_out_only_where_they_cannot_matter(
+    target: Target, monkeypatch: pytest.MonkeyPatch, max_nodes: int, sharpness: float, params: Any
+) -> None:
+    base = tiny_draft_network(target, block_size=12, num_layers=1)
+    network = vary(base, logit_scale=sharpness)
+    drafter = BlockDiffusionDrafter(network, target)
+    feed(drafter, target, TOKENS[:20], seq_id=0)
+    feed(drafter, target, TOKENS[5:50], seq_id=1)
+    contexts = [
+        context(TOKENS[:20], target, seq_id=0, **params),
+        context(TOKENS[5:50], target, seq_id=1, max_depth=10, **params),
+    ]
+    scored = drafter.propose(contexts, DraftLimits(max_nodes))
+    ranked = drafter._states[0].ranked
+    assert ranked is not None
+    monkeypatch.setattr("draftwood.draft.block_diffusion._FIRST_DEPTHS", 99)
+    assert same(scored, drafter.propose(contexts, DraftLimits(max_nodes)))
+    if sharpness < 1 and max_nodes == 12 and not params:
+        assert len(ranked.depths) == 8
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 15, 16, 31, 33, 70])

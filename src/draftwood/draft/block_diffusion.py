@@ -18,6 +18,10 @@ from draftwood.target.model import Target
 from draftwood.tree.enumerate import top_prefixes_from_candidates
 from draftwood.tree.tree import ScoredPrefixes
 
+# On CPU the head costs as much as the rest of the pass; its deeper rows are computed only where
+# they can matter.
+_FIRST_DEPTHS = 8
+
 
 @dataclass(eq=False, slots=True)
 class _State:
@@ -26,6 +30,9 @@ class _State:
     cache: ContextCache
     anchor: int = -1
     ranked: Ranked | None = None
+
+    def proposed(self, ranked: Ranked) -> None:
+        self.anchor, self.ranked = self.cache.length, ranked
 
 
 class BlockDiffusionDrafter:
@@ -80,23 +87,17 @@ class BlockDiffusionDrafter:
         depth = min(max(max_depths, default=0), limits.max_nodes)
         if depth <= 0:
             return ScoredPrefixes.empty(len(contexts))
-        states = [self._state(context.seq_id) for context in contexts]
-        for state, context in zip(states, contexts, strict=True):
-            known, anchor = state.cache.length, len(context.token_ids) - 1
-            assert known == anchor, f"the drafter has {known} of {anchor} committed tokens"
-        logits = self._logits([c.token_ids[-1] for c in contexts], states, depth)
-        width = min(limits.max_nodes, limits.max_width or limits.max_nodes)
-        depths = range(1, depth + 1)
-        for state, context, rows in zip(states, contexts, logits, strict=True):
-            state.anchor = state.cache.length
-            state.ranked = self._ranker.rank(rows, depths, context, width)
-        ranked = [state.ranked for state in states if state.ranked is not None]
-        return top_prefixes_from_candidates(
-            torch.stack([one.log_probs for one in ranked]),
-            torch.stack([one.token_ids for one in ranked]),
-            limits.max_nodes,
-            max_depths=max_depths,
-        )
+        hidden = self._hidden(contexts, depth)
+        first = _FIRST_DEPTHS if hidden.device.type == "cpu" and limits.max_width != 1 else depth
+        ranked = self._rank(hidden[:, :first], 0, contexts, limits)
+        scored = _enumerate(ranked, limits, max_depths)
+        if first < depth and not _is_settled(scored, ranked, limits, max_depths):
+            rest = self._rank(hidden[:, first:], first, contexts, limits)
+            ranked = [Ranked.joined(*pair) for pair in zip(ranked, rest, strict=True)]
+            scored = _enumerate(ranked, limits, max_depths)
+        for context, one in zip(contexts, ranked, strict=True):
+            self._states[context.seq_id].proposed(one)
+        return scored
 
     @torch.inference_mode()
     def observe(self, committed: Sequence[Committed]) -> None:
@@ -134,17 +135,37 @@ class BlockDiffusionDrafter:
             self._states[seq_id] = _State(self._pass.new_cache())
         return self._states[seq_id]
 
-    def _logits(self, anchors: list[int], states: list[_State], depth: int) -> torch.Tensor:
-        """[S, depth, V] scores of the tokens at depths 1 … depth."""
-        block = self._mask_row.repeat(len(anchors), self.config.block_size, 1)
-        block[:, 0] = self._embed(anchors)
-        hidden = self._pass.hidden(block, [state.cache for state in states], depth)
-        flat = hidden.reshape(len(anchors) * depth, -1).to(self._head.device, self._head.dtype)
-        scores = few_rows(flat, self._head).reshape(len(anchors), depth, -1)
+    def _hidden(self, contexts: Sequence[DraftContext], depth: int) -> torch.Tensor:
+        """[S, depth, H] one pass over all blocks; the rows that predict depths 1 … depth."""
+        caches = [self._state(context.seq_id).cache for context in contexts]
+        for cache, context in zip(caches, contexts, strict=True):
+            anchor = len(context.token_ids) - 1
+            assert cache.length == anchor, f"{cache.length} of {anchor} committed tokens are known"
+        block = self._mask_row.repeat(len(contexts), self.config.block_size, 1)
+        block[:, 0] = self._embed([context.token_ids[-1] for context in contexts])
+        return self._pass.hidden(block, caches, depth)
+
+    def _rank(
+        self,
+        hidden: torch.Tensor,
+        above: int,
+        contexts: Sequence[DraftContext],
+        limits: DraftLimits,
+    ) -> list[Ranked]:
+        """Candidates of each sequence at depths above + 1, above + 2, …; hidden [S, depths, H]."""
+        num_seqs, num_depths, width = hidden.shape
+        flat = hidden.reshape(-1, width).to(self._head.device, self._head.dtype)
+        scores = few_rows(flat, self._head).reshape(num_seqs, num_depths, -1)
         if self.config.logit_scale != 1.0:
             scores = scores * self.config.logit_scale
         cap = self.config.logit_softcap
-        return scores if cap is None else torch.tanh(scores / cap) * cap
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        depths = range(above + 1, above + num_depths + 1)
+        count = min(limits.max_nodes, limits.max_width or limits.max_nodes)
+        return [
+            self._ranker.rank(rows, depths, context, count)
+            for rows, context in zip(scores, contexts, strict=True)
+        ]
 
     def _embed(self, token_ids: list[int]) -> torch.Tensor:
         """[n, H] block rows of target token ids."""
@@ -157,3 +178,32 @@ class BlockDiffusionDrafter:
             return
         for row, token_id in zip(range(len(ranked.depths)), record.picks, strict=False):
             self._ranker.learn(ranked, row, token_id)
+
+
+def _enumerate(
+    ranked: Sequence[Ranked], limits: DraftLimits, max_depths: Sequence[int]
+) -> ScoredPrefixes:
+    return top_prefixes_from_candidates(
+        torch.stack([one.log_probs for one in ranked]),
+        torch.stack([one.token_ids for one in ranked]),
+        limits.max_nodes,
+        max_depths=max_depths,
+    )
+
+
+def _is_settled(
+    scored: ScoredPrefixes,
+    ranked: Sequence[Ranked],
+    limits: DraftLimits,
+    max_depths: Sequence[int],
+) -> bool:
+    """Whether no prefix deeper than the ranked rows is among the best, in any sequence.
+
+    A deeper one is at most as probable as the best prefix of all ranked depths.
+    """
+    full = scored.max_nodes == limits.max_nodes
+    for row, (one, max_depth) in enumerate(zip(ranked, max_depths, strict=True)):
+        deepest = float(one.log_probs[:, 0].sum())
+        if max_depth > len(one.depths) and not (full and scored.log_probs[row, -1] >= deepest):
+            return False
+    return True

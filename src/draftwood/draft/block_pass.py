@@ -23,15 +23,18 @@ from draftwood.draft.rope import rotate
 _GOOD_ROWS = (1, 2, 4, 8, 16, 32)
 
 
-def few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [N, in] · weight [out, in]ᵀ, fast on CPU for the few rows of a decoding step."""
+def few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [N, in] · weight [out, in]ᵀ + bias, fast on CPU for the few rows of a decoding step."""
     num_rows = len(x)
     if x.device.type != "cpu" or num_rows > _GOOD_ROWS[-1]:
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     padded = next(size for size in _GOOD_ROWS if size >= num_rows)
     if padded > num_rows:
         x = F.pad(x, (0, 0, 0, padded - num_rows))
-    return (weight @ x.t())[:, :num_rows].t()
+    out = (weight @ x.t())[:, :num_rows].t().contiguous()
+    return out if bias is None else out.add_(bias)
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,13 @@ class BlockPass:
             positions: [n] absolute positions.
         """
         c = self.config
-        fused = F.linear(features.to(self.device, self.dtype), self._fc)
+        fused = few_rows(features.to(self.device, self.dtype), self._fc)
         fused = self._rms(fused, self._hidden_norm)
         turn = self._at(positions)
         parts = []
         for layer in self._layers:
             bias = None if layer.qkv_bias is None else layer.qkv_bias[self._num_queries :]
-            both = F.linear(fused, layer.qkv[self._num_queries :], bias)
+            both = few_rows(fused, layer.qkv[self._num_queries :], bias)
             keys, values = both.view(len(fused), 2, -1, c.head_dim).unbind(1)
             keys = rotate(self._rms(keys, layer.k_norm), *turn)
             parts.append(torch.stack([keys, values]).transpose(1, 2))
@@ -133,9 +136,9 @@ class BlockPass:
         masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = {}
         for index, layer in enumerate(self._layers):
             mixed = self._attention(index, self._rms(x, layer.input_norm), turn, caches, masks)
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
-            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + few_rows(mixed, layer.out, layer.out_bias)
+            gate, up = few_rows(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + few_rows(F.silu(gate) * up, layer.down)
         rows = x.view(num_seqs, size, width)[:, 1 : num_rows + 1]
         return self._rms(rows, self._norm)
 
@@ -151,7 +154,7 @@ class BlockPass:
         c, layer = self.config, self._layers[index]
         kv, dim = c.num_key_value_heads, c.head_dim
         share = c.num_attention_heads // kv
-        fused = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, dim)
+        fused = few_rows(x, layer.qkv, layer.qkv_bias).view(len(x), -1, dim)
         query, keys, values = fused.split([kv * share, kv, kv], dim=1)
         query = rotate(self._rms(query, layer.q_norm), *turn).transpose(0, 1)
         keys = rotate(self._rms(keys, layer.k_norm), *turn).transpose(0, 1)

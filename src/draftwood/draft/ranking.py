@@ -52,6 +52,17 @@ class Ranked:
     depths: Sequence[int]
     temperature: float
 
+    @staticmethod
+    def joined(first: Ranked, rest: Ranked) -> Ranked:
+        """The rows of two rankings of one sequence, below each other."""
+        return Ranked(
+            torch.cat([first.log_probs, rest.log_probs]),
+            torch.cat([first.token_ids, rest.token_ids]),
+            tuple(torch.cat(pair) for pair in zip(first.features, rest.features, strict=True)),
+            [*first.depths, *rest.depths],
+            first.temperature,
+        )
+
 
 class Ranker:
     """Turns draft logits into ranked candidates; learns the weights from the target's picks.
