@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FORGET = 0.95  # per drafted cycle, of the running speed
-_PATIENCE = 3.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
+_PATIENCE = 4.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
 _PROBING = 0.008  # share of the time that looking again may cost
 _TRIAL_CYCLES = 8
 _PAYS = 1.03  # a trial must win by this much, or the policy would flap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from typing import NamedTuple, Protocol
 
@@ -56,14 +57,14 @@ _NEW_REGIME = 0.2  # change of log speed that casts doubt on everything learned
 _LARGEST_STEP = 0.4  # |log ratio| one cycle is believed; a stall of seconds counts no more
 _FIRST_CYCLES = 12  # without a calibration, these are believed
 _LARGEST_FIRST_STEP = 1.6
+_LEVEL_WINDOW = 9  # cycles
+_LEAST_S = 1e-9
 
 
-class _Cycle(NamedTuple):
+class _Pass(NamedTuple):
     width: int
     context_len: float
-    bucket: int
-    drafted: bool
-    total_s: float
+    verify_s: float
 
 
 class OnlineLatency:
@@ -85,11 +86,11 @@ class OnlineLatency:
         self._slope = ContextSlope(start.context_len)
         self._draft = _Levels(start.draft_s or _GUESS_DRAFT * one_row_s)
         self._other = _Levels(_GUESS_OTHER * one_row_s)
-        self._recent: deque[_Cycle] = deque(maxlen=_WINDOW)
+        self._recent: deque[_Pass] = deque(maxlen=_WINDOW)
         self._speed = 0.0  # log of observed by expected seconds
         self._regime = 0.0  # the speed when the parts were last trusted fully
         self._last_bucket = 1
-        self._num_to_believe = 0 if calibration is not None else _FIRST_CYCLES
+        self._num_guessed = 0 if calibration is not None else _FIRST_CYCLES
 
     def verify_s(self, widths: np.ndarray, context_len: float, num_seqs: int) -> FloatArray:
         scale = math.exp(self._speed) * self._slope.factor(context_len)
@@ -113,68 +114,52 @@ class OnlineLatency:
     ) -> None:
         times = (verify_s, other_s, 0.0 if draft_s is None else draft_s)
         assert all(math.isfinite(value) and value >= 0 for value in times), times
+        self._follow(_Pass(width, context_len, max(verify_s, _LEAST_S)))
+        relative = math.exp(self._speed) * self._slope.factor(context_len)
+        limit = _LARGEST_FIRST_STEP if self._num_guessed > 0 else _LARGEST_STEP
+        ratio = math.log(max(verify_s, _LEAST_S) / (self._curve.seconds_at(width) * relative))
+        ratio = min(max(ratio, -limit), limit)
+        self._slope.observe(context_len, relative * math.exp(ratio))
+        self._curve.observe(width, ratio)
         bucket = self._last_bucket = _bucket(num_seqs)
-        cycle = _Cycle(width, context_len, bucket, draft_s is not None, sum(times))
-        self._recent.append(cycle)
-        self._speed = self._present_speed()
+        self._other.observe(bucket, other_s, self._speed)
+        if draft_s is not None:
+            self._draft.observe(bucket, draft_s, self._speed)
+
+    def _follow(self, newest: _Pass) -> None:
+        """The present speed: median log ratio of observed to expected target passes."""
+        self._recent.append(newest)
+        self._num_guessed -= 1
+        if self._num_guessed > 0 and len(self._recent) > 1:
+            return  # the curve is a guess: what differs from the first cycle is its fault
+        self._speed = statistics.median(
+            math.log(one.verify_s / self._curve.seconds_at(one.width))
+            - math.log(self._slope.factor(one.context_len))
+            for one in self._recent
+        )
         if abs(self._speed - self._regime) > _NEW_REGIME:
             self._regime = self._speed
             self._curve.loosen()
             self._slope.restart()
-        relative = math.exp(self._speed) * self._slope.factor(context_len)
-        limit = _LARGEST_FIRST_STEP if self._num_to_believe > 0 else _LARGEST_STEP
-        self._num_to_believe -= 1
-        ratio = _believed(limit, verify_s, self._curve.seconds_at(width) * relative)
-        self._slope.observe(context_len, relative * math.exp(ratio))
-        self._curve.observe(width, ratio)
-        self._other.observe(bucket, _believed(limit, other_s, self.other_s()))
-        if draft_s is not None:
-            expected = self.draft_s(context_len, num_seqs)
-            self._draft.observe(bucket, _believed(limit, draft_s, expected))
-
-    def _present_speed(self) -> float:
-        """Median log ratio of observed to expected whole cycles."""
-        ratios = sorted(
-            math.log(
-                max(cycle.total_s, 1e-9)
-                / (
-                    self._curve.seconds_at(cycle.width) * self._slope.factor(cycle.context_len)
-                    + self._other.seconds(cycle.bucket)
-                    + (self._draft.seconds(cycle.bucket) if cycle.drafted else 0.0)
-                )
-            )
-            for cycle in self._recent
-        )
-        half = len(ratios) // 2
-        return ratios[half] if len(ratios) % 2 else (ratios[half - 1] + ratios[half]) / 2
 
 
 class _Levels:
-    """Typical seconds by batch size (powers of two), as log levels moved by believed ratios."""
+    """Typical seconds at speed 0 by batch size (powers of two): medians of the last ones."""
 
     def __init__(self, seconds: float) -> None:
-        self._levels: dict[int, tuple[float, float]] = {}  # bucket → (log seconds, weight)
-        self._start = math.log(seconds)
+        self._start = seconds
+        self._recent: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
 
     def seconds(self, bucket: int) -> float:
-        return math.exp(self._level(bucket)[0])
+        nearest = min(self._medians, key=lambda known: abs(known - bucket), default=None)
+        return self._start if nearest is None else self._medians[nearest]
 
-    def observe(self, bucket: int, ratio: float) -> None:
-        level, weight = self._level(bucket)
-        weight = min(weight + 1.0, 10.0)
-        self._levels[bucket] = level + ratio / weight, weight
-
-    def _level(self, bucket: int) -> tuple[float, float]:
-        if bucket in self._levels:
-            return self._levels[bucket]
-        nearest = min(self._levels, key=lambda known: abs(known - bucket), default=None)
-        return (self._start if nearest is None else self._levels[nearest][0]), 0.0
+    def observe(self, bucket: int, seconds: float, speed: float) -> None:
+        recent = self._recent.setdefault(bucket, deque(maxlen=_LEVEL_WINDOW))
+        recent.append(seconds * math.exp(-speed))
+        self._medians[bucket] = statistics.median(recent)
 
 
 def _bucket(num_seqs: int) -> int:
     return max(num_seqs, 1).bit_length()
-
-
-def _believed(limit: float, seconds: float, expected: float) -> float:
-    """log(seconds / expected), at most ``limit`` up or down."""
-    return min(max(math.log(max(seconds, 1e-9) / expected), -limit), limit)

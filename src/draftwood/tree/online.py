@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,12 +11,11 @@ from draftwood.tree.floor import Floor
 from draftwood.tree.latency import LatencyModel
 from draftwood.tree.policy import MAX_NODES, CycleState
 from draftwood.tree.tree import FloatArray, IntArray, ScoredPrefixes
+from draftwood.tree.trust import Trust
 
 _FEWEST_NODES = 16  # always asked for, so that the curve is seen to fall
-_FORGET_TRUST = 0.97  # per drafted cycle
-_TRUST_START = 2.0  # nodes' worth of trust in the drafter's own probabilities
-_MOST_TRUST = 1.5
-_PLAIN_EVERY = 200  # cycles: a plain one keeps the yardstick true
+_YARDSTICK = 0.003  # of the gain over plain decoding may go into measuring plain cycles
+_LEAST_BETWEEN = 8  # drafted cycles between those
 _HOPE = 0.25  # a band of widths not visited lately may be this much cheaper than predicted
 _FADE = 0.998  # per cycle, of visits
 _NUM_BANDS = 40
@@ -36,20 +36,21 @@ class Online:
 
     def __init__(self) -> None:
         self._floor = Floor()
-        self._accepted = self._expected = 0.0
+        self._trust = Trust()
         self._most_nodes = _FEWEST_NODES
         self._cost = 1.0
         self._visits = np.zeros(_NUM_BANDS)  # of width bands, fading
-        self._since_plain = _PLAIN_EVERY  # cycles
+        self._since_plain = math.inf  # cycles
+        self._between_plain = _LEAST_BETWEEN / 2
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         self._visits *= _FADE
         self._since_plain += 1
-        if state.horizon == 0 or self._since_plain > _PLAIN_EVERY or not self._floor.drafts():
+        if state.horizon == 0 or self._yardstick_due() or not self._floor.drafts():
             self._since_plain = 0
             return 0, None
         if self._floor.begins_trial:
-            self._accepted = self._expected = 0.0
+            self._trust = Trust()
         return min(self._most_nodes, MAX_NODES), None
 
     def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
@@ -57,7 +58,7 @@ class Online:
         probs = np.where(np.isfinite(scored.log_probs), np.exp(scored.log_probs), 0.0).ravel()
         # Stable: within a sequence, whose probabilities do not increase, parents stay first.
         order = np.argsort(-probs, kind="stable")[: int(scored.counts.sum())]
-        tokens = num_seqs + self._trust() * np.concatenate([[0.0], np.cumsum(probs[order])])
+        tokens = num_seqs + self._trust.ratio * np.concatenate([[0.0], np.cumsum(probs[order])])
         bands = _bands(num_seqs + np.arange(len(tokens)))
         costs, hopes = _costs(state, latency, num_seqs, 1.0 - _HOPE * 0.5 ** self._visits[bands])
         speed = self._floor.speed or float((tokens / hopes).max()) / num_seqs
@@ -73,16 +74,20 @@ class Online:
     ) -> None:
         num_seqs = max(len(budgets), 1)
         phi = float(scored.phi()[np.arange(len(budgets)), budgets].sum())
-        self._accepted = _FORGET_TRUST * self._accepted + sum(len(nodes) for nodes in accepted)
-        self._expected = _FORGET_TRUST * self._expected + phi
-        # Not the tokens of this very cycle: expected ones, by what has come true lately, tell
-        # paying from losing cycles with less noise.
-        self._floor.observe(1.0 + self._trust() * phi / num_seqs, self._cost)
+        num_accepted = sum(len(nodes) for nodes in accepted)
+        self._trust.observe(num_accepted, phi)
+        # Half of what happened and half of what was to be expected: a fair sum with less noise.
+        tokens = 0.5 * (num_accepted + self._trust.ratio * phi)
+        self._floor.observe(1.0 + tokens / num_seqs, self._cost)
 
-    def _trust(self) -> float:
-        """Accepted by expected nodes, lately."""
-        ratio = (self._accepted + _TRUST_START) / (self._expected + _TRUST_START)
-        return min(ratio, _MOST_TRUST)
+    def _yardstick_due(self) -> bool:
+        """Whether to decode one cycle plainly, to see what plain costs now; first of all."""
+        if self._since_plain <= self._between_plain:
+            return False
+        gain = (self._floor.speed or 1.0) - 1.0
+        wanted = max(gain / _YARDSTICK, _LEAST_BETWEEN)
+        self._between_plain = min(2.0 * self._between_plain, wanted)  # often at first
+        return True
 
 
 def _bands(widths: IntArray) -> IntArray:

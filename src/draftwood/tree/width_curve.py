@@ -76,20 +76,18 @@ class WidthCurve:
         """Log corrections of all knots."""
         seen = np.flatnonzero(self._weight > _SEEN)
         own, weight, at = self._offset[seen], self._weight[seen], self._positions[seen]
-        if len(seen) > 1:
-            own = (weight * own + _SHRINK * _neighbours(own, at)) / (weight + _SHRINK)
-        else:
-            own = own * weight / (weight + _SHRINK)
+        if len(seen) > 2:  # the ends have nothing to lean on
+            middle = (weight[1:-1] * own[1:-1] + _SHRINK * _between(own, at)) / (
+                weight[1:-1] + _SHRINK
+            )
+            own = np.concatenate([own[:1], middle, own[-1:]])
         return np.interp(self._positions, at, own)
 
 
-def _neighbours(values: FloatArray, at: FloatArray) -> FloatArray:
-    """Each entry as its two neighbours would have it (one neighbour at the ends)."""
-    out = np.empty_like(values)
-    out[0], out[-1] = values[1], values[-2]
+def _between(values: FloatArray, at: FloatArray) -> FloatArray:
+    """Each inner entry as its two neighbours would have it."""
     share = (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
-    out[1:-1] = values[:-2] * (1.0 - share) + values[2:] * share
-    return out
+    return values[:-2] * (1.0 - share) + values[2:] * share
 
 
 def _knots() -> IntArray:
