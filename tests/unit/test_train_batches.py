@@ -17,6 +17,7 @@ from draftwood.train.anchors import (
     choose_anchors,
     make_batch,
 )
+from draftwood.train.evaluate import accepted_lengths
 from draftwood.train.loss import UNKNOWN, LossConfig, block_loss, inverse_map
 from draftwood.train.objective import BlockObjective, sample_head
 from draftwood.train.order import plan_epoch
@@ -150,6 +151,22 @@ def test_distillation_mixes_in_the_targets_distribution() -> None:
     decay = torch.exp(-torch.arange(4) / 3.0)
     expected = -((soft * logits.log_softmax(-1)).sum(-1)[0, 0] * decay).sum()
     assert float(block_loss(logits, batch, None, config).total) == pytest.approx(float(expected))
+
+
+def test_tree_term_counts_the_prefixes_left_out() -> None:
+    batch = batch_of((example(20, 6), [6, 17]))
+    logits = (2 * torch.randn(1, 2, 4, 90, dtype=torch.float64)).requires_grad_()
+    sharp = LossConfig(tree=1.0, tree_budget=30, tree_softness=1e-6)
+    plain = block_loss(logits, batch, None, LossConfig()).total
+    term = block_loss(logits, batch, None, sharp).total - plain
+    labels = batch.labels.masked_fill(~batch.valid, -1)[0]
+    found = accepted_lengths(logits[0].detach().log_softmax(-1), labels, [30])[30]
+    assert float(term.detach()) == pytest.approx(6 - found.sum(), abs=1e-6)
+    soft = LossConfig(tree=1.0, tree_budget=30, tree_softness=2.0)
+    block_loss(logits, batch, None, soft).total.backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert not logits.grad[~batch.valid].any()
 
 
 def test_labels_outside_the_draft_vocabulary_carry_no_loss_but_count_as_wrong() -> None:

@@ -16,6 +16,7 @@ import torch
 from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
+from draftwood.train.prefixes import best_prefixes
 from draftwood.tree.tree import IntArray
 
 CHAIN = 0
@@ -127,7 +128,7 @@ def accepted_lengths(
         path[:, depth] = total
     largest = max(budgets)
     if largest > 0:
-        best = _best_prefixes(log_probs, largest)
+        best = best_prefixes(log_probs, largest)
     result = {}
     for budget in budgets:
         if budget == CHAIN:
@@ -137,27 +138,6 @@ def accepted_lengths(
             inside = (path >= bound) & torch.isfinite(path)
         result[budget] = inside.long().cumprod(dim=1).sum(dim=1).cpu().numpy()
     return result
-
-
-def _best_prefixes(log_probs: torch.Tensor, count: int) -> torch.Tensor:
-    """[A, count] scores of each anchor's most probable prefixes, in decreasing order.
-
-    The i-th best prefix with the j-th best token (from 0) has at least (i + 1)(j + 1) − 1
-    prefixes of its own length above it: only pairs with (i + 1)(j + 1) ≤ count can matter.
-    """
-    width = min(count, log_probs.shape[-1])
-    tokens = log_probs.topk(width, dim=-1).values
-    i, j = np.meshgrid(np.arange(count), np.arange(width), indexing="ij")
-    pairs = np.argwhere((i + 1) * (j + 1) <= count)
-    index = torch.from_numpy(pairs).to(log_probs.device)
-    beam = torch.full_like(log_probs[:, :1, 0].expand(-1, count), float("-inf")).clone()
-    beam[:, 0] = 0.0
-    found = []
-    for depth in range(log_probs.shape[1]):
-        scores = beam[:, index[:, 0]] + tokens[:, depth][:, index[:, 1]]
-        beam = scores.topk(count, dim=-1).values
-        found.append(beam)
-    return torch.cat(found, dim=-1).topk(count, dim=-1).values
 
 
 def count_cycles(accepted: IntArray) -> int:

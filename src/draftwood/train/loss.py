@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwood.train.anchors import BlockBatch
+from draftwood.train.prefixes import best_prefixes
 
 UNKNOWN = -1
 """Draft id of a target token outside a reduced draft vocabulary."""
@@ -21,16 +22,28 @@ class LossConfig:
             first positions, which every deeper acceptance depends on.
         distill: share λ of the target's own (top-K, renormalised) distribution in the labels;
             0 is plain cross-entropy on the response.
+        tree: weight of the tree-aware term (an experiment): expected number of tokens of the
+            response's path that a tree of ``tree_budget`` nodes leaves out, softly.
+        tree_budget: nodes of that tree.
+        tree_softness: width, in nats, of the soft edge between inside and outside.
     """
 
     gamma: float = 4.0
     distill: float = 0.0
+    tree: float = 0.0
+    tree_budget: int = 32
+    tree_softness: float = 1.0
 
     def __post_init__(self) -> None:
         if self.gamma <= 0:
             raise ValueError(f"gamma must be positive, got {self.gamma}; 4 is a good start")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill must be between 0 and 1, got {self.distill}")
+        if self.tree < 0 or self.tree_budget < 1 or self.tree_softness <= 0:
+            raise ValueError(
+                "tree must be ≥ 0, tree_budget ≥ 1 and tree_softness > 0, got "
+                f"{self.tree}, {self.tree_budget}, {self.tree_softness}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,9 +100,12 @@ def block_loss(
     wanted = picked
     if config.distill > 0:
         wanted = torch.lerp(picked, _teacher_score(scores, picked, batch, to_draft), config.distill)
-    losses = scores.logsumexp(dim=-1) - wanted
+    log_total = scores.logsumexp(dim=-1)
+    losses = log_total - wanted
     # masked rows may hold anything, also infinities: 0 · inf would poison the sum
     total = torch.where(known, losses * weights, torch.zeros_like(losses)).sum()
+    if config.tree > 0:
+        total = total + config.tree * _left_out(scores, picked, log_total, known, config)
     with torch.no_grad():
         right = (scores.argmax(dim=-1) == label) & known
         correct, counted = right.sum(dim=(0, 1)), batch.valid.sum(dim=(0, 1))
@@ -114,3 +130,26 @@ def _teacher_score(
     probs = log_probs.masked_fill(empty[..., None], 0.0).softmax(dim=-1).to(scores.dtype)
     mixed = (probs * scores.gather(-1, ids.clamp_min(0))).sum(dim=-1)
     return torch.where(empty, picked, mixed)
+
+
+def _left_out(
+    scores: torch.Tensor,
+    picked: torch.Tensor,
+    log_total: torch.Tensor,
+    known: torch.Tensor,
+    config: LossConfig,
+) -> torch.Tensor:
+    """Σ over the path's prefixes of 1 − σ((log π − edge) / softness).
+
+    π is the product of the marginals along the response, the edge the log-probability of the
+    last node that the tree takes in. The edge moves with the marginals but gets no gradient:
+    only the path is pulled inside.
+    """
+    path = (picked - log_total).masked_fill(~known, 0.0).cumsum(dim=-1)
+    # a prefix counts as long as every token of it can be drafted
+    possible = known.long().cumprod(dim=-1).bool()
+    with torch.no_grad():
+        flat = (scores - log_total[..., None]).detach().flatten(0, 1)
+        edge = best_prefixes(flat, config.tree_budget)[:, -1].view(*path.shape[:2], 1)
+    inside = torch.sigmoid((path - edge) / config.tree_softness)
+    return torch.where(possible, 1.0 - inside, torch.zeros_like(inside)).sum()
