@@ -195,27 +195,28 @@ class AutoregressiveDrafter:
 def check_same_vocabulary(model: Target, target: Target) -> None:
     """Refuse a draft model whose token ids mean something else.
 
-    With tokenizers their vocabularies are compared (heads may be padded differently), without
-    them the sizes.
+    With tokenizers, every id that both know must be the same token (heads may be padded and
+    special tokens added differently); without them the sizes must agree.
 
     Raises:
         ValueError: naming the first difference.
     """
+    remedy = "use a draft model with the target's tokenizer"
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the draft model has {model.vocab_size} tokens, the target {target.vocab_size}; "
-                "use a draft model with the target's tokenizer"
+                + remedy
             )
         return
-    ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    different = sorted(
-        token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
+    ours, theirs = (
+        {token_id: token for token, token_id in one.tokenizer.get_vocab().items()}
+        for one in (model, target)
     )
+    different = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
     if different:
-        token = different[0]
+        first = different[0]
         raise ValueError(
-            f"the draft model's tokenizer differs from the target's in {len(different)} tokens, "
-            f"e.g. {token!r} is {ours.get(token)} there and {theirs.get(token)} here; "
-            "use a draft model with the target's tokenizer"
+            f"the draft model's tokenizer differs from the target's in {len(different)} tokens: "
+            f"id {first} is {ours[first]!r} there and {theirs[first]!r} here; {remedy}"
         )

@@ -1,0 +1,140 @@
+"""From a name to a drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftwood.draft.autoregressive import AutoregressiveDrafter
+from draftwood.draft.base import Drafter, NullDrafter
+from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+from draftwood.draft.checkpoint import CONFIG, check_compatible, load_draft
+from draftwood.draft.config import DraftConfig
+from draftwood.draft.lookup import LookupDrafter
+from draftwood.target.load import load_target
+from draftwood.target.model import Target
+
+_SHIPPED = Path(__file__).parents[1] / "weights"
+_METHODS = ("propose", "observe", "truncate", "release", "taps", "horizon")
+_DFLASH_KEYS = ("dflash_config", "speculators_model_type")
+
+
+def load_drafter(
+    spec: str | Path | Drafter | None, target: Target, *, revision: str | None = None
+) -> Drafter:
+    """A drafter for ``target``, in its dtype and on its device.
+
+    Args:
+        spec: ``"auto"`` (the drafter shipped for this target, else prompt lookup), ``"lookup"``,
+            ``"none"`` or None, a DFlash checkpoint or a smaller causal language model (folder or
+            hub id), or a drafter, which is returned as it is.
+        target: the model to draft for.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ValueError: nothing of that name, or it does not fit the target.
+    """
+    if spec is None or spec == "none":
+        return NullDrafter()
+    if not isinstance(spec, (str, Path)):
+        return _checked(spec)
+    if spec == "auto":
+        return _shipped(target) or LookupDrafter()
+    if spec == "lookup":
+        return LookupDrafter()
+    name = str(spec)
+    if _is_dflash(_read_config(name, revision)):
+        return _block_diffusion(name, target, revision)
+    return _autoregressive(name, target, revision)
+
+
+def _checked(drafter: Drafter) -> Drafter:
+    missing = [name for name in _METHODS if not hasattr(drafter, name)]
+    if missing:
+        raise ValueError(
+            f"{type(drafter).__name__} is no drafter: it lacks {', '.join(missing)}; give a name "
+            "or an object with the methods of draftwood.draft.base.Drafter"
+        )
+    return drafter
+
+
+def _shipped(target: Target) -> Drafter | None:
+    """The drafter inside the package that was made for a target of this shape, if any."""
+    for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):
+        config, network = load_draft(folder, dtype=target.dtype, device=target.device)
+        if _fits(config, target):
+            return BlockDiffusionDrafter(network, target)
+    return None
+
+
+def _fits(config: DraftConfig, target: Target) -> bool:
+    try:
+        check_compatible(
+            config,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def _block_diffusion(name: str, target: Target, revision: str | None) -> Drafter:
+    _, network = load_draft(name, revision=revision, dtype=target.dtype, device=target.device)
+    return BlockDiffusionDrafter(network, target)
+
+
+def _autoregressive(name: str, target: Target, revision: str | None) -> Drafter:
+    dtype = str(target.dtype).removeprefix("torch.")
+    try:
+        model = load_target(name, dtype=dtype, device=str(target.device), revision=revision)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot use {name!r} as a draft model: {error} A drafter is 'auto', 'lookup', "
+            "'none', a DFlash checkpoint, or a causal language model with the target's tokenizer."
+        ) from error
+    return AutoregressiveDrafter(model, target)
+
+
+def _is_dflash(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures") or []
+    return any(key in config for key in _DFLASH_KEYS) or any("DFlash" in name for name in names)
+
+
+def _read_config(name: str, revision: str | None) -> Mapping[str, Any]:
+    """The ``config.json`` of a folder or hub id; {} where there can be none (GGUF, demo)."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        file = path / CONFIG
+        if not file.is_file():
+            raise ValueError(f"{name} has no {CONFIG}; it is neither a drafter nor a model folder")
+    elif path.is_file() or name == "demo":
+        return {}
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        file = _fetch_config(name, revision)
+    else:
+        raise ValueError(
+            f"there is no drafter {name!r}; use 'auto', 'lookup', 'none', an existing folder, or a "
+            "hub id (owner/name)"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); restore the file") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object; restore the file")
+    return config
+
+
+def _fetch_config(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, CONFIG, revision=revision))
+    except Exception as error:
+        raise ValueError(
+            f"drafter {name!r} is no local folder and could not be fetched from the hub: {error}"
+        ) from error
