@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from draftwood.draft.base import Drafter
     from draftwood.engine import Engine
     from draftwood.records import Output
 
@@ -102,18 +103,26 @@ def describe(engine: Engine, target: str) -> str:
     import torch
 
     from draftwood.cli.threads import choose_threads
-    from draftwood.draft.lookup import LookupDrafter
 
-    lookup = isinstance(engine.drafter, LookupDrafter)
-    name = type(engine.drafter).__name__
     where = engine.target.device.type
     if where == "cpu":
         where = f"cpu, {choose_threads()} threads"
     precision = str(engine.target.dtype).removeprefix("torch.")
     return (
         f"target: {target}, {precision}, {where}, torch {torch.__version__}\n"
-        f"drafter: {'prompt lookup: no trained drafter in use' if lookup else name}"
+        f"drafter: {_drafter_name(engine.drafter)}"
     )
+
+
+def _drafter_name(drafter: Drafter) -> str:
+    from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+    from draftwood.draft.lookup import LookupDrafter
+
+    if isinstance(drafter, LookupDrafter):
+        return "prompt lookup (no trained drafter for this target)"
+    if isinstance(drafter, BlockDiffusionDrafter):
+        return f"trained, block diffusion, {drafter.horizon} tokens at once"
+    return type(drafter).__name__
 
 
 def _compare(
