@@ -33,6 +33,10 @@ class Floor:
         return self._tokens / self._cost if self._cost else None
 
     @property
+    def in_trial(self) -> bool:
+        return self._trial is not None
+
+    @property
     def begins_trial(self) -> bool:
         """Whether this cycle is the first of a trial."""
         return self._trial is not None and self._trial[0] == 0
@@ -48,20 +52,28 @@ class Floor:
             self._tokens = self._cost = 0.0
         return True
 
-    def observe(self, tokens: float, cost: float) -> None:
-        """A drafted cycle gave so many tokens per sequence in so many plain cycles' time."""
-        self._tokens = _FORGET * self._tokens + tokens
+    def observe(self, expected: float, tokens: float, cost: float) -> None:
+        """One drafted cycle.
+
+        Args:
+            expected: tokens per sequence it stood for, with little noise; decides when to stop.
+            tokens: tokens per sequence it gave; decides trials and what they cost.
+            cost: its time in plain cycles.
+        """
+        self._tokens = _FORGET * self._tokens + expected
         self._cost = _FORGET * self._cost + cost
         if self._trial is not None:
             self._judge(self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + cost)
             return
-        self._lost = max(self._lost + cost - tokens, 0.0)
+        self._lost = max(self._lost + cost - expected, 0.0)
         if self._lost > _PATIENCE:
-            self._stop(cost - tokens)
+            self._stop(cost - expected)
 
     def _judge(self, cycles: int, tokens: float, cost: float) -> None:
         self._trial = (cycles, tokens, cost)
-        if tokens < _HOPELESS * cost or (cycles >= _TRIAL_CYCLES and tokens < _PAYS * cost):
+        if (cycles > 1 and tokens < _HOPELESS * cost) or (
+            cycles >= _TRIAL_CYCLES and tokens < _PAYS * cost
+        ):
             self._stop(cost - tokens)
         elif cycles >= _TRIAL_CYCLES:
             self._trial = None

@@ -16,7 +16,8 @@ from draftwood.tree.trust import Trust
 _FEWEST_NODES = 16  # always asked for, so that the curve is seen to fall
 _YARDSTICK = 0.003  # of the gain over plain decoding may go into measuring plain cycles
 _LEAST_BETWEEN = 8  # drafted cycles between those
-_HOPE = 0.25  # a band of widths not visited lately may be this much cheaper than predicted
+_HOPE = 0.15  # a band of widths not visited lately may be this much cheaper than predicted
+_EXPLORES = 0.5  # no exploring for a drafter whose promises come less true
 _FADE = 0.998  # per cycle, of visits
 _NUM_BANDS = 40
 
@@ -39,6 +40,7 @@ class Online:
         self._trust = Trust()
         self._most_nodes = _FEWEST_NODES
         self._cost = 1.0
+        self._explores = False
         self._visits = np.zeros(_NUM_BANDS)  # of width bands, fading
         self._since_plain = math.inf  # cycles
         self._between_plain = _LEAST_BETWEEN / 2
@@ -61,8 +63,12 @@ class Online:
         tokens = num_seqs + self._trust.ratio * np.concatenate([[0.0], np.cumsum(probs[order])])
         bands = _bands(num_seqs + np.arange(len(tokens)))
         costs, hopes = _costs(state, latency, num_seqs, 1.0 - _HOPE * 0.5 ** self._visits[bands])
+        if self._floor.in_trial or self._trust.ratio < _EXPLORES:
+            hopes = costs
         speed = self._floor.speed or float((tokens / hopes).max()) / num_seqs
-        total = int(np.argmax(tokens - max(speed, 1.0) * num_seqs * hopes))
+        worth = max(speed, 1.0) * num_seqs
+        total = int(np.argmax(tokens - worth * hopes))
+        self._explores = total != int(np.argmax(tokens - worth * costs))
         self._cost = float(costs[total])
         self._visits[bands[total]] += 1.0
         budgets = np.bincount(order[:total] // max(scored.max_nodes, 1), minlength=num_seqs)
@@ -76,9 +82,11 @@ class Online:
         phi = float(scored.phi()[np.arange(len(budgets)), budgets].sum())
         num_accepted = sum(len(nodes) for nodes in accepted)
         self._trust.observe(num_accepted, phi)
+        if self._explores:
+            return  # says little about drafting as it will be
         # Half of what happened and half of what was to be expected: a fair sum with less noise.
         tokens = 0.5 * (num_accepted + self._trust.ratio * phi)
-        self._floor.observe(1.0 + tokens / num_seqs, self._cost)
+        self._floor.observe(1.0 + tokens / num_seqs, 1.0 + num_accepted / num_seqs, self._cost)
 
     def _yardstick_due(self) -> bool:
         """Whether to decode one cycle plainly, to see what plain costs now; first of all."""
