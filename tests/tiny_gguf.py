@@ -18,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ '<s>' + m['content'] + '</s>' }}{% endfor 
 def write_tiny_gguf(path: Path, *, seed: int = 0) -> PreTrainedModel:
     """Write the file and return the fp32 model that it holds."""
     characters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
-    tokens = [*SPECIAL, *characters, "yo"]
+    tokens = [*SPECIAL, *characters, "yo", "hi"]
     model = tiny_model(
         "llama", dtype=torch.float32, vocab=len(tokens), seed=seed, eos_token_id=2, head_dim=8,
         attention_bias=False,
@@ -36,7 +36,7 @@ def write_tiny_gguf(path: Path, *, seed: int = 0) -> PreTrainedModel:
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["y o"])
+    writer.add_token_merges(["y o", "h i"])
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

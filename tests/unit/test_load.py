@@ -141,6 +141,8 @@ class TestGguf:
         )
         assert text == "<s>hi</s>"
         assert target.tokenizer.decode(target.tokenizer("hi you")["input_ids"]) == "hi you"
+        assert target.tokenizer.decode(target.tokenizer("hi , you")["input_ids"]) == "hi , you"
+        assert target.tokenizer.eos_token == "</s>"
         assert set(target.eos_token_ids) == {2, 3}
 
     def test_is_converted_once(self, file, monkeypatch):

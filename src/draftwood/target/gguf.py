@@ -78,9 +78,17 @@ def convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
         for name in ("quantization_config", "_pre_quantization_dtype"):
             if hasattr(model.config, name):
                 delattr(model.config, name)
+        _mend_tokenizer(tokenizer, model)
         _add_end_of_turn(model, path)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _mend_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Undo what older transformers make of a GGUF tokenizer: a wrong end, edited spaces."""
+    if isinstance(model.config.eos_token_id, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _add_end_of_turn(model: Any, path: Path) -> None:
