@@ -14,8 +14,8 @@ from draftwood.bench.compare import (
     explain,
     first_divergence,
     judge,
-    rerun_row,
 )
+from draftwood.bench.runs import Request, Run, compare_runs, engine_run, generate_run
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.engine import Engine
 from draftwood.sampling import Sampler, SamplingParams
@@ -163,7 +163,7 @@ def test_a_token_at_a_truncation_edge_may_fall_off(kind: str) -> None:
 
 
 def test_an_early_end_is_unexplained() -> None:
-    found = explain([1, 2, 3], [1, 2], 2, (lambda _: ROW, lambda _: ROW), GREEDY, [1])
+    found = explain([1, 2, 3], [1, 2], 2, (ROW, ROW), GREEDY, [1])
     assert found.tokens == (3, None)
     assert not found.is_rounding
 
@@ -190,19 +190,56 @@ def test_tally_wants_few_and_explained_divergences() -> None:
     assert tally.unexplained == [("bug", bug)]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=3)])
-def test_rerun_shows_the_row_that_a_token_was_drawn_from(params: SamplingParams) -> None:
-    target = Target(tiny_model("llama"), probe=False)
-    prompts = [[5, 6, 7, 8, 5, 6, 7], [9, 8, 7]]
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 8, 7]]
 
-    def engine() -> Engine:
-        return Engine(target, LookupDrafter(), Fixed(4))
 
-    output = engine().generate(prompts, params)[1]
-    row = rerun_row(engine(), prompts, params, 1, 6)
+def requests_for(temperature: float = 0.0) -> list[Request]:
+    return [
+        Request(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=20))
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"), probe=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_run_shows_the_logits_behind_its_tokens(target: Target, temperature: float) -> None:
+    requests = requests_for(temperature)
+    run = engine_run(lambda: Engine(target, LookupDrafter(), Fixed(4)), requests)
+    row = run.row_of(1, 6)
     assert row is not None
-    path = torch.tensor([[*prompts[1], *output.token_ids[:6]]])
+    path = torch.tensor([[*PROMPTS[1], *run.token_ids[1][:6]]])
     torch.testing.assert_close(row, target.model(path).logits[0, -1])
-    sampler = Sampler(params, prompts[1], vocab_size=97)
-    assert sampler.process(row, ()).shape == (97,)
-    assert rerun_row(engine(), prompts, params, 1, 10_000) is None
+    sampler = Sampler(requests[1].params, PROMPTS[1], vocab_size=97)
+    sampler.commit(run.token_ids[1][:6])
+    assert sampler.pick(row, ()).token_id == run.token_ids[1][6]
+    assert run.row_of(1, 20) is None
+    assert run.acceptance_length == 40 / sum(output.num_cycles for output in run.outputs)
+
+
+def test_generate_is_a_run_too(target: Target) -> None:
+    requests = requests_for()
+    ours, theirs = engine_run(lambda: Engine(target), requests), generate_run(target, requests)
+    assert ours.token_ids == theirs.token_ids
+    for index, position in ((0, 0), (1, 9)):
+        mine, other = ours.row_of(index, position), theirs.row_of(index, position)
+        torch.testing.assert_close(mine, other, check_dtype=False, rtol=1e-6, atol=1e-6)
+    assert theirs.row_of(0, 20) is None
+
+
+def test_comparing_runs_finds_a_wrong_one(target: Target) -> None:
+    requests = requests_for(1.0)
+    run = engine_run(lambda: Engine(target), requests)
+    tally = Tally()
+    compare_runs(tally, "same", run, run, requests)
+    assert tally.is_exact
+    assert tally.num_tokens == 40
+    wrong = [list(ids) for ids in run.token_ids]
+    wrong[1][7] = (wrong[1][7] + 1) % 97
+    compare_runs(tally, "wrong", run, Run(wrong, run.row_of), requests)
+    ((name, found),) = tally.unexplained
+    assert (name, found.position) == ("wrong, prompt 1", 7)
+    assert not found.reproduced

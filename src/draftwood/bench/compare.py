@@ -24,13 +24,10 @@ from math import expm1, log
 
 import torch
 
-from draftwood.engine import Engine
 from draftwood.sampling import Sampler, SamplingParams
 
 MAX_DELTA = 1e-3
 MAX_SHARE = 1e-3
-
-RowOf = Callable[[int], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def explain(
     left: Sequence[int],
     right: Sequence[int],
     position: int,
-    row_of: tuple[RowOf, RowOf],
+    rows: tuple[torch.Tensor | None, torch.Tensor | None],
     params: SamplingParams,
     prompt_ids: Sequence[int],
     eos_token_ids: Sequence[int] = (),
@@ -176,61 +173,13 @@ def explain(
 
     Args:
         left, right: the outputs.
-        row_of: for each, how to get the raw logits [V] of one of its tokens.
+        rows: the raw logits [V] they were drawn from there, None where there are none.
     """
-    ends = tuple(ids[position] if position < len(ids) else None for ids in (left, right))
-    if ends[0] is None or ends[1] is None:
-        return Divergence(position, (ends[0], ends[1]))
-    rows = [get(position) for get in row_of]
-    if rows[0] is None or rows[1] is None:
-        return Divergence(position, (ends[0], ends[1]))
-    before = left[:position]
-    found = (ends[0], ends[1])
-    return judge(found, (rows[0], rows[1]), params, prompt_ids, before, eos_token_ids)
-
-
-def rerun_row(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    index: int,
-    position: int,
-) -> torch.Tensor | None:
-    """Decode again, as ``Engine.generate`` did, to see the logits of one output token.
-
-    Args:
-        engine: in the state in which the compared run began; drafters learn, so make a new one.
-        prompts: all prompts of that run, as token ids.
-        params: of that run.
-        index: the prompt in question.
-        position: the output token in question.
-
-    Returns:
-        [V] the raw logits it was drawn from; None if the output ended before.
-    """
-    recorder = _Recorder(len(prompts[index]) + position)
-    ids = [
-        engine.add(prompt, params, processors=[recorder] if number == index else [])
-        for number, prompt in enumerate(prompts)
-    ]
-    while recorder.row is None and engine.num_active:
-        engine.step()
-    for seq_id in ids:
-        engine.abort(seq_id)
-    return recorder.row
-
-
-class _Recorder:
-    """A logits processor that changes nothing and keeps the scores after ``length`` tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.row: torch.Tensor | None = None
-        self._length = length
-
-    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if token_ids.shape[1] == self._length:
-            self.row = scores[0].clone()
-        return scores
+    first, second = (ids[position] if position < len(ids) else None for ids in (left, right))
+    if first is None or second is None or rows[0] is None or rows[1] is None:
+        return Divergence(position, (first, second))
+    tokens, found = (first, second), (rows[0], rows[1])
+    return judge(tokens, found, params, prompt_ids, left[:position], eos_token_ids)
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
