@@ -110,6 +110,13 @@ def test_every_row_equals_the_models_own_forward_over_its_path(family):
     assert two_cycles(Target(tiny_model(family))) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_the_way_of_other_devices(family, monkeypatch):
+    """Grouped heads folded into rows, as on a GPU."""
+    monkeypatch.setattr(attention, "shares_masks", lambda device: False)
+    assert two_cycles(Target(tiny_model(family))) < TOLERANCE
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_prefill_gives_every_token_its_features(family):
     target = Target(tiny_model(family), probe=False)
@@ -469,6 +476,21 @@ class TestTheTestsHavePower:
 
         monkeypatch.setattr(PackedPass, "visible", skip_first)
         self.assert_seen(target)
+
+
+class TestLowPrecision:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_rounding_is_no_reason_to_refuse(self, family, dtype):
+        Target(tiny_model(family, dtype=dtype))
+
+    def test_a_fault_is(self, monkeypatch):
+        original = KVCache.commit
+        monkeypatch.setattr(
+            KVCache, "commit", lambda self, rows: original(self, np.arange(len(rows)))
+        )
+        with pytest.raises(ValueError, match="differ"):
+            Target(tiny_model("llama", dtype=torch.bfloat16))
 
 
 def test_loads_through_auto_classes(tmp_path):

@@ -153,19 +153,13 @@ def tree_attention(
     Called by transformers layers. query: [1, heads, N, dim]; key, value: [1, kv_heads, N, dim];
     s_aux: [heads] sink logits. Returns [1, N, heads, value_dim] and no weights.
     """
-    if draftwood_pass is None:
-        raise DraftwoodError(
-            "no draft tree reached the attention: the model's layers do not pass keyword arguments "
-            "on to it, or the model's own forward ran while draftwood was using it"
-        )
-    unknown = [name for name in kwargs.keys() - _HARMLESS if kwargs[name] is not None]
-    if unknown or attention_mask is not None:
-        raise DraftwoodError(f"attention with {unknown or 'a mask of its own'} is not supported")
+    _check_call(draftwood_pass, attention_mask, kwargs)
+    assert draftwood_pass is not None
     _, num_heads, _, dim = query.shape
     groups = num_heads // key.shape[1]
     scale = dim**-0.5 if scaling is None else scaling
     is_plain = softcap is None and s_aux is None
-    repeats = 1 if is_plain and query.device.type == "cpu" else groups
+    repeats = 1 if is_plain and shares_masks(query.device) else groups
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     parts = []
@@ -181,13 +175,31 @@ def tree_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
+def _check_call(
+    draftwood_pass: PackedPass | None, mask: torch.Tensor | None, extra: dict[str, Any]
+) -> None:
+    if draftwood_pass is None:
+        raise DraftwoodError(
+            "no draft tree reached the attention: the model's layers do not pass keyword arguments "
+            "on to it, or the model's own forward ran while draftwood was using it"
+        )
+    unknown = [name for name in extra.keys() - _HARMLESS if extra[name] is not None]
+    if unknown or mask is not None:
+        raise DraftwoodError(f"attention with {unknown or 'a mask of its own'} is not supported")
+
+
+def shares_masks(device: torch.device) -> bool:
+    """Whether SDPA takes grouped heads and one mask for all of them without losing speed."""
+    return device.type == "cpu"
+
+
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, view: _View
 ) -> torch.Tensor:
     """[heads, n, dim] × [kv_heads, L, dim] → [heads, n, value_dim] by SDPA."""
     num_heads, num_rows, dim = query.shape
     groups = num_heads // keys.shape[0]
-    if query.device.type == "cpu" or groups == 1:
+    if shares_masks(query.device) or groups == 1:
         return sdpa(
             query[None], keys[None], values[None], attn_mask=view.mask,
             is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1,
