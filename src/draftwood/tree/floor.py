@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _FORGET = 0.95  # per drafted cycle, of the running speed
 _PATIENCE = 4.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
+_NOISY_PATIENCE = 8.0  # by what was really accepted: quicker to see a change, and noisier
+_NEGLIGIBLE = 0.01  # plain cycles a drafted one may lose and not count
 _PROBING = 0.008  # share of the time that looking again may cost
 _TRIAL_CYCLES = 8
 _PAYS = 1.03  # a trial must win by this much, or the policy would flap
@@ -22,7 +24,7 @@ class Floor:
 
     def __init__(self) -> None:
         self._tokens = self._cost = 0.0
-        self._lost = 0.0
+        self._lost = self._noisily_lost = 0.0
         self._savings = 0.0
         self._is_plain = False
         self._trial: tuple[int, float, float] | None = None  # cycles, tokens, cost
@@ -56,7 +58,7 @@ class Floor:
         """One drafted cycle.
 
         Args:
-            expected: tokens per sequence it stood for, with little noise; decides when to stop.
+            expected: tokens per sequence it stood for, with little noise.
             tokens: tokens per sequence it gave; decides trials and what they cost.
             cost: its time in plain cycles.
         """
@@ -65,8 +67,10 @@ class Floor:
         if self._trial is not None:
             self._judge(self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + cost)
             return
+        cost -= _NEGLIGIBLE
         self._lost = max(self._lost + cost - expected, 0.0)
-        if self._lost > _PATIENCE:
+        self._noisily_lost = max(self._noisily_lost + cost - tokens, 0.0)
+        if self._lost > _PATIENCE or self._noisily_lost > _NOISY_PATIENCE:
             self._stop(cost - expected)
 
     def _judge(self, cycles: int, tokens: float, cost: float) -> None:
@@ -80,5 +84,6 @@ class Floor:
 
     def _stop(self, price: float) -> None:
         """Decode plainly until ``price`` is saved, at least a tenth of a cycle."""
-        self._is_plain, self._trial, self._lost = True, None, 0.0
+        self._is_plain, self._trial = True, None
+        self._lost = self._noisily_lost = 0.0
         self._savings = -max(price, 0.1)

@@ -10,6 +10,7 @@ import numpy as np
 from draftwood.tree.floor import Floor
 from draftwood.tree.latency import LatencyModel
 from draftwood.tree.policy import MAX_NODES, CycleState
+from draftwood.tree.ranked import rank_nodes
 from draftwood.tree.tree import FloatArray, IntArray, ScoredPrefixes
 from draftwood.tree.trust import Trust
 
@@ -57,10 +58,8 @@ class Online:
 
     def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         num_seqs = len(scored)
-        probs = np.where(np.isfinite(scored.log_probs), np.exp(scored.log_probs), 0.0).ravel()
-        # Stable: within a sequence, whose probabilities do not increase, parents stay first.
-        order = np.argsort(-probs, kind="stable")[: int(scored.counts.sum())]
-        tokens = num_seqs + self._trust.ratio * np.concatenate([[0.0], np.cumsum(probs[order])])
+        ranked = rank_nodes(scored)
+        tokens = num_seqs + self._trust.ratio * ranked.phi
         bands = _bands(num_seqs + np.arange(len(tokens)))
         costs, hopes = _costs(state, latency, num_seqs, 1.0 - _HOPE * 0.5 ** self._visits[bands])
         if self._floor.in_trial or self._trust.ratio < _EXPLORES:
@@ -71,9 +70,9 @@ class Online:
         self._explores = total != int(np.argmax(tokens - worth * costs))
         self._cost = float(costs[total])
         self._visits[bands[total]] += 1.0
-        budgets = np.bincount(order[:total] // max(scored.max_nodes, 1), minlength=num_seqs)
+        budgets = ranked.budgets(total)
         self._most_nodes = _next_limit(self._most_nodes, int(budgets.max(initial=0)))
-        return budgets.astype(np.int64)
+        return budgets
 
     def observe(
         self, scored: ScoredPrefixes, budgets: IntArray, accepted: Sequence[Sequence[int]]

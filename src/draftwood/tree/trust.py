@@ -5,7 +5,7 @@ from __future__ import annotations
 _SLOW, _FAST = 0.99, 0.9  # per cycle, forgetting
 _START = 2.0  # nodes' worth of trust in the drafter's own probabilities
 _MOST = 1.5
-_SURPRISE = 9.0  # squared standard deviations that mean something has changed
+_SURPRISE = 6.0  # squared standard deviations that mean something has changed
 _SPREAD = 2.0  # variance of accepted nodes by their mean: they come in runs
 
 

@@ -101,8 +101,8 @@ def _extended(start: Calibration, knots: IntArray) -> FloatArray:
     """The measured curve at the knots; beyond it, with the mean slope of its upper half."""
     widths, seconds = np.array(start.widths, dtype=np.float64), np.array(start.seconds)
     curve = np.interp(knots, widths, seconds)
-    half = int(np.searchsorted(widths, widths[-1] / 2))
-    rise = seconds[-1] - seconds[half]
-    run = widths[-1] - widths[half]
-    slope = max(rise / run, 0.0) if run > 0 else 0.0
+    if len(widths) == 1:
+        return curve
+    half = min(int(np.searchsorted(widths, widths[-1] / 2)), len(widths) - 2)
+    slope = max((seconds[-1] - seconds[half]) / (widths[-1] - widths[half]), 0.0)
     return curve + np.maximum(knots - widths[-1], 0.0) * slope
