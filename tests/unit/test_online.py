@@ -203,11 +203,11 @@ def test_trust_learns_slowly_and_notices_a_change() -> None:
     trust = Trust()
     assert trust.ratio == 1.0
     for _ in range(200):
-        trust.observe(2.0, 4.0)
-    assert trust.ratio == pytest.approx(0.5, abs=0.03)
-    for _ in range(30):
+        trust.observe(3.2, 4.0)
+    assert trust.ratio == pytest.approx(0.8, abs=0.03)
+    for _ in range(20):
         trust.observe(0.0, 4.0)
-    assert trust.ratio < 0.2
+    assert trust.ratio < 0.25  # forgetting alone would leave 0.65
 
 
 def test_floor_pays_for_trials_from_savings() -> None:

@@ -96,18 +96,19 @@ def top_prefixes_from_candidates(
     Raises:
         ValueError: values that are no log-probabilities in non-increasing order.
     """
-    scores, tokens = torch.as_tensor(log_probs), torch.as_tensor(ids)
+    device = log_probs.device if isinstance(log_probs, torch.Tensor) else torch.device("cpu")
+    scores, tokens = _host(log_probs), _host(ids)
     if scores.ndim != 3 or scores.shape != tokens.shape:
         raise ValueError(
             f"candidates must be [S, L, K] with as many ids, got shapes "
-            f"{tuple(scores.shape)} and {tuple(tokens.shape)}"
+            f"{scores.shape} and {tokens.shape}"
         )
-    if scores.numel() == 0 or max_nodes <= 0:
+    if scores.size == 0 or max_nodes <= 0:
         return ScoredPrefixes.empty(len(scores))
     costs = _costs(scores, max_depths)
-    if bool((costs[..., 1:] < costs[..., :-1]).any()):
+    if (costs[..., 1:] < costs[..., :-1]).any():
         raise ValueError("candidates must be sorted by non-increasing log-probability")
-    return _enumerate(costs, tokens, max_nodes)
+    return _enumerate(costs, tokens, max_nodes, device)
 
 
 def _search(
@@ -123,13 +124,13 @@ def _search(
     if token_map is not None:
         ids = torch.as_tensor(token_map, device=ids.device)[ids].long()
     shape = (num_seqs, horizon, width)
-    costs = _costs(values.view(shape), max_depths)
-    found = _enumerate(costs, ids.view(shape), max_nodes)
+    costs = _costs(_host(values).reshape(shape), max_depths)
+    found = _enumerate(costs, _host(ids).reshape(shape), max_nodes, scores.device)
     # The cheapest prefix through a token not looked at: the best one to there, and that token,
     # which costs at least as much as the last one looked at.
-    best = costs[:, :, 0]
-    above = torch.cat([torch.zeros_like(best[:, :1]), best[:, :-1].cumsum(1)], dim=1)
-    unseen = (above + costs[:, :, -1]).amin(1).cpu().numpy()
+    above = np.zeros((num_seqs, horizon))
+    np.cumsum(costs[:, :-1, 0], axis=1, out=above[:, 1:])
+    unseen = (above + costs[:, :, -1]).min(axis=1)
     return found, _last_cost(found, max_nodes) <= unseen
 
 
@@ -140,41 +141,50 @@ def _last_cost(found: ScoredPrefixes, max_nodes: int) -> FloatArray:
     return -found.log_probs[:, max_nodes - 1]
 
 
-def _costs(log_probs: torch.Tensor, max_depths: Sequence[int] | None) -> torch.Tensor:
+def _host(array: Array) -> NDArray:
+    """As numpy; half precision, which numpy lacks or is slow at, as double."""
+    if not isinstance(array, torch.Tensor):
+        return np.asarray(array)
+    array = array.detach()
+    return (array.double() if array.dtype.itemsize == 2 else array).cpu().numpy()
+
+
+def _costs(log_probs: NDArray, max_depths: Sequence[int] | None) -> FloatArray:
     """[S, L, K] float64 −log q ≥ 0; +inf for impossible tokens and below ``max_depths``."""
-    costs = -log_probs.detach().double()
-    costs = torch.where(costs.isnan(), torch.inf, costs)
-    lowest = float(costs.min())
+    costs = -log_probs.astype(np.float64)
+    np.nan_to_num(costs, copy=False, nan=np.inf, posinf=np.inf, neginf=-np.inf)
+    lowest = costs.min()
     if lowest < -_MAX_LOG_PROB:
         raise ValueError(f"log-probabilities must be ≤ 0, got {-lowest:.3g}; apply log_softmax")
-    costs = costs.clamp(min=0.0)
+    np.maximum(costs, 0.0, out=costs)
     if max_depths is not None:
-        limits = torch.as_tensor(max_depths, device=costs.device)
-        below = torch.arange(costs.shape[1], device=costs.device) >= limits[:, None]
-        costs = costs.masked_fill(below[:, :, None], torch.inf)
+        costs[np.arange(costs.shape[1]) >= np.asarray(max_depths)[:, None]] = np.inf
     return costs
 
 
-def _enumerate(costs: torch.Tensor, ids: torch.Tensor, max_nodes: int) -> ScoredPrefixes:
+def _enumerate(
+    costs: FloatArray, ids: NDArray, max_nodes: int, device: torch.device
+) -> ScoredPrefixes:
     """Chosen by measurement (benchmarks/enumerate.py): the heap everywhere on a CPU."""
     if costs.shape[2] == 1:
-        return _chain(costs[:, :, 0].cpu().numpy(), ids[:, :, 0].cpu().numpy(), max_nodes)
-    if costs.device.type == "cuda" and len(costs) * max_nodes >= _MIN_NODES_ON_DEVICE:
-        return level_beam(costs, ids, max_nodes)
-    return best_first(costs.cpu().numpy(), ids.cpu().numpy(), max_nodes)
+        return _chain(costs[:, :, 0], ids[:, :, 0], max_nodes)
+    if device.type == "cuda" and len(costs) * max_nodes >= _MIN_NODES_ON_DEVICE:
+        there = torch.from_numpy(costs).to(device), torch.from_numpy(ids).to(device)
+        return level_beam(*there, max_nodes)
+    return best_first(costs, ids, max_nodes)
 
 
 def _chain(costs: FloatArray, ids: NDArray, max_nodes: int) -> ScoredPrefixes:
     """One candidate per depth: costs and ids [S, L]."""
     total = np.cumsum(costs[:, :max_nodes], axis=1)
     counts = np.isfinite(total).sum(axis=1)
-    total = total[:, : counts.max()]
-    depths = np.broadcast_to(np.arange(1, total.shape[1] + 1), total.shape)
+    length = int(counts.max())
+    depths = np.arange(1, length + 1)
     valid = depths <= counts[:, None]
     return ScoredPrefixes(
-        np.where(valid, ids[:, : total.shape[1]], 0).astype(np.int64),
+        ids[:, :length] * valid,
         np.where(valid, depths - 2, NO_PARENT),
-        np.where(valid, depths, 0),
-        -total,
+        depths * valid,
+        -total[:, :length],
         counts,
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from draftwood.tree.tree import IntArray
 
 _BLOCK_ENTRIES = 1 << 20  # rows handled together: what fits the last-level cache
+_FEW_ENTRIES = 1 << 17  # below, a dozen numpy calls cost as much as they save
 _MIN_CHUNK = 4  # below this many entries per chunk the chunk maxima save nothing
 _MAX_SURVIVORS = 8  # times k: more (many ties, or rows of −inf) and plain selection is faster
 
@@ -32,11 +33,15 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     num_rows, width = scores.shape
     assert 1 <= k <= width, (k, width)
-    if scores.device.type != "cpu" or _split(width, k)[1] < _MIN_CHUNK:
+    if scores.device.type != "cpu":
         return _plain(scores, k)
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
     scores = scores.detach().contiguous()
+    if k == 1:
+        return _argmax(scores)
+    if scores.numel() < _FEW_ENTRIES or _split(width, k)[1] < _MIN_CHUNK:
+        return _plain(scores, k)
     values = np.empty((num_rows, k), dtype=scores.numpy().dtype)
     ids = np.empty((num_rows, k), dtype=np.int64)
     step = max(1, _BLOCK_ENTRIES // width)
@@ -56,6 +61,14 @@ def _plain(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         clean = torch.where(scores.isnan(), -torch.inf, scores)
         values, ids = clean.topk(k, dim=1)
     return values, ids
+
+
+def _argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = scores.numpy().argmax(axis=1)[:, None]  # vectorised, unlike torch.max with indices
+    values = np.take_along_axis(scores.numpy(), ids, axis=1)
+    if np.isnan(values).any():
+        return _plain(scores, 1)
+    return torch.from_numpy(values), torch.from_numpy(ids)
 
 
 def _chunked(scores: NDArray, k: int) -> tuple[NDArray, IntArray] | None:
