@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits, NullDrafter
-from draftwood.records import CycleRecord, CycleStats, Output, StageSeconds, StepEvent
-from draftwood.request import Prompt, new_sequence, prompt_list
+from draftwood.commit import accept, commit
+from draftwood.draft.base import DraftContext, Drafter, DraftLimits, NullDrafter
+from draftwood.drive import generate, stream
+from draftwood.records import CycleRecord, CycleStats, Output, StepEvent
+from draftwood.request import Prompt, new_sequence
 from draftwood.sampling import SamplingParams
 from draftwood.sequence import SequenceState, StopWhen
+from draftwood.stopwatch import Stopwatch
 from draftwood.target.model import Target
 from draftwood.tree.budget import BudgetPolicy, CycleState, Off
 from draftwood.tree.latency import LatencyModel, OnlineLatency
 from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
-from draftwood.verify import Verdict, walk
+from draftwood.verify import row_logits, walk
 
 
 class Engine:
@@ -80,12 +83,13 @@ class Engine:
         watch.lap("verify_s")
 
         samplers = [seq.sampler if seq.is_decoding else None for seq in seqs]
-        verdicts = walk(tree, lambda rows: self.target.logits(out.hidden[rows]), samplers)
+        logits_of = row_logits(self.target.logits, out.hidden, np.isin(tree.seq, decoding))
+        verdicts = walk(tree, logits_of, samplers)
         watch.lap("walk_s")
 
-        emitted = [_accept(seq, verdict) for seq, verdict in zip(seqs, verdicts, strict=True)]
+        emitted = [accept(seq, verdict) for seq, verdict in zip(seqs, verdicts, strict=True)]
         committed = [
-            _commit(seq, tree, i, verdict, len(tokens), out.features)
+            commit(seq, tree, i, verdict, len(tokens), out.features)
             for i, (seq, verdict, tokens) in enumerate(zip(seqs, verdicts, emitted, strict=True))
         ]
         self.drafter.observe([record for record in committed if record is not None])
@@ -160,7 +164,8 @@ class Engine:
             )
         if record.drafted:
             accepted = [
-                (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist() for i in record.decoding
+                (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist()
+                for i in record.decoding
             ]
             self.policy.observe(record.scored, record.budgets, accepted)
         if self.on_cycle is not None:
@@ -274,89 +279,12 @@ class Engine:
         Args:
             prompts: one prompt or a list of them (see ``add``); a flat list of ints is one prompt.
             params: one setting for all, or one per prompt.
+            raw: take text prompts as they are, without the chat template.
         """
-        many = prompt_list(prompts)
-        settings = [params] * len(many) if not isinstance(params, Sequence) else list(params)
-        if len(settings) != len(many):
-            raise ValueError(f"{len(settings)} sampling settings for {len(many)} prompts")
-        ids: list[int] = []
-        outputs: dict[int, Output] = {}
-        try:
-            for prompt, setting in zip(many, settings, strict=True):
-                ids.append(self.add(prompt, setting, raw=raw))
-            while len(outputs) < len(ids):
-                events = self.step()
-                outputs |= {e.seq_id: e.output for e in events if e.output is not None}
-        finally:
-            for seq_id in set(ids) - set(outputs):
-                self.abort(seq_id)
-        return [outputs[seq_id] for seq_id in ids]
+        return generate(self, prompts, params, raw=raw)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
     ) -> Iterator[str]:
         """Yield text as it becomes certain; abandoning the iterator frees the sequence."""
-        if self.target.tokenizer is None:
-            raise ValueError("stream yields text and this target has no tokenizer; use step()")
-        seq_id = self.add(prompt, params, raw=raw)
-        done = False
-        try:
-            while not done:
-                for event in self.step():
-                    if event.seq_id == seq_id:
-                        done = event.output is not None
-                        if event.text:
-                            yield event.text
-        finally:
-            if not done:
-                self.abort(seq_id)
-
-
-def _accept(seq: SequenceState, verdict: Verdict) -> list[int]:
-    """Truncate a verdict into the sequence's output; a failed row ends only its own sequence."""
-    emitted = seq.accept(verdict.picks)
-    if verdict.error is not None and seq.finish_reason is None:
-        seq.finish_reason, seq.error = "error", verdict.error
-    return emitted
-
-
-def _commit(
-    seq: SequenceState,
-    tree: DraftTree,
-    index: int,
-    verdict: Verdict,
-    num_emitted: int,
-    features: torch.Tensor | None,
-) -> Committed | None:
-    """Keep the K/V rows of the emitted path: the anchor and all emitted tokens but the last."""
-    start, end = tree.span(index)
-    picks = [pick.token_id for pick in verdict.picks]
-    drew = bool(picks) or verdict.error is not None
-    path = verdict.path[:num_emitted] if drew else verdict.path
-    if not len(path):
-        return None
-    position = seq.cache.length
-    seq.cache.commit(path - start)
-    return Committed(
-        seq.seq_id, position, tree.token_ids[path].tolist(),
-        features[torch.from_numpy(path)] if features is not None else None,
-        picks, end - start - 1 if drew else 0,
-    )  # fmt: skip
-
-
-class Stopwatch:
-    """Lap times of one cycle, in seconds."""
-
-    def __init__(self) -> None:
-        self._begin = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self._laps[stage] = now - self._last
-        self._last = now
-
-    def seconds(self) -> StageSeconds:
-        """Laps so far; what no lap covers is ``other_s``."""
-        total = time.perf_counter() - self._begin
-        return StageSeconds(**self._laps, other_s=max(0.0, total - sum(self._laps.values())))
+        return stream(self, prompt, params, raw=raw)

@@ -11,7 +11,7 @@ import torch
 
 from draftwood.errors import DraftwoodError
 from draftwood.sampling import Pick, Sampler, bad_scores
-from draftwood.tree.tree import DraftTree, IntArray
+from draftwood.tree.tree import BoolArray, DraftTree, IntArray
 
 
 @dataclass(frozen=True)
@@ -113,3 +113,23 @@ def _step(walker: _Walker, tree: DraftTree) -> bool:
         return False
     walker.path.append(child)
     return True
+
+
+def row_logits(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, wanted: BoolArray
+) -> Callable[[IntArray], torch.Tensor]:
+    """The ``logits_of`` of ``walk`` for the hidden rows of one target forward.
+
+    On CPU the head runs row by row as the walk asks, which costs less than all rows. Elsewhere
+    one call for all ``wanted`` rows is cheaper than one per depth.
+
+    Args:
+        head: [R, H] → [R, V].
+        hidden: [N, H] packed rows.
+        wanted: [N] rows that the walk may visit.
+    """
+    if hidden.device.type == "cpu":
+        return lambda rows: head(hidden[torch.from_numpy(rows)])
+    table = head(hidden[torch.from_numpy(wanted)])
+    place = np.cumsum(wanted) - 1
+    return lambda rows: table[torch.from_numpy(place[rows])]
