@@ -14,8 +14,6 @@ from draftwood.records import Output
 from draftwood.sampling import SamplingParams
 from draftwood.target.model import Target
 
-NO_TOKEN = -1  # as end-of-sequence token it never comes
-
 
 @dataclass(frozen=True)
 class Request:
@@ -71,7 +69,7 @@ def generate_run(target: Target, requests: Sequence[Request]) -> Run:
         mask[row, -lens[row] :] = 1
     result = target.model.generate(  # type: ignore[operator]
         ids, attention_mask=mask, max_new_tokens=num_new, do_sample=False, pad_token_id=0,
-        eos_token_id=NO_TOKEN if ignore_eos else list(target.eos_token_ids),
+        eos_token_id=[target.vocab_size] if ignore_eos else list(target.eos_token_ids),
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     outputs = []
