@@ -160,12 +160,13 @@ def _decode(engine: Engine, prompt: str, max_new_tokens: int, console: Console |
 
 def table(done: list[Comparison]) -> Table:
     """The comparison, one row per task and one for all."""
+    from rich import box
     from rich.table import Table
 
-    result = Table()
+    result = Table(box=box.SIMPLE_HEAD)
     result.add_column("", no_wrap=True)
     for heading in ("tokens", "plain tok/s", "tok/s", "cycles", "τ", "speedup", "identical"):
-        result.add_column(heading, justify="right")
+        result.add_column(heading, justify="right", no_wrap=" " not in heading)
     for one in done:
         result.add_row(one.name, *_cells([one]))
     result.add_section()

@@ -43,8 +43,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # only the main thread may handle signals
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield lambda: False  # we may not handle signals, or were started to ignore this one
         return
     before = signal.signal(signal.SIGINT, ask)
     try:
