@@ -29,10 +29,7 @@ class _State:
 
     cache: ContextCache
     anchor: int = -1
-    ranked: Ranked | None = None
-
-    def proposed(self, ranked: Ranked) -> None:
-        self.anchor, self.ranked = self.cache.length, ranked
+    ranked: tuple[Ranked, ...] = ()
 
 
 class BlockDiffusionDrafter:
@@ -89,14 +86,14 @@ class BlockDiffusionDrafter:
             return ScoredPrefixes.empty(len(contexts))
         hidden = self._hidden(contexts, depth)
         first = _FIRST_DEPTHS if hidden.device.type == "cpu" and limits.max_width != 1 else depth
-        ranked = self._rank(hidden[:, :first], 0, contexts, limits)
-        scored = _enumerate(ranked, limits, max_depths)
-        if first < depth and not _is_settled(scored, ranked, limits, max_depths):
-            rest = self._rank(hidden[:, first:], first, contexts, limits)
-            ranked = [Ranked.joined(*pair) for pair in zip(ranked, rest, strict=True)]
-            scored = _enumerate(ranked, limits, max_depths)
-        for context, one in zip(contexts, ranked, strict=True):
-            self._states[context.seq_id].proposed(one)
+        parts = [self._rank(hidden[:, :first], 0, contexts, limits)]
+        scored = _enumerate(parts, limits, max_depths)
+        if first < depth and not _is_settled(scored, parts[0], limits, max_depths):
+            parts.append(self._rank(hidden[:, first:], first, contexts, limits))
+            scored = _enumerate(parts, limits, max_depths)
+        for context, ranked in zip(contexts, zip(*parts, strict=True), strict=True):
+            state = self._states[context.seq_id]
+            state.anchor, state.ranked = state.cache.length, ranked
         return scored
 
     @torch.inference_mode()
@@ -124,7 +121,7 @@ class BlockDiffusionDrafter:
         state = self._states.get(seq_id)
         if state is not None:
             state.cache.truncate(length)
-            state.ranked = None
+            state.ranked = ()
 
     def release(self, seq_id: int) -> None:
         """Free the context of a sequence; only the ranking weights outlive it."""
@@ -173,19 +170,22 @@ class BlockDiffusionDrafter:
         return rows.to(self._pass.device, self._pass.dtype) * self.config.embedding_scale
 
     def _learn(self, state: _State, record: Committed) -> None:
-        ranked, state.ranked = state.ranked, None
-        if ranked is None or state.anchor != record.start:
+        ranked, state.ranked = state.ranked, ()
+        if state.anchor != record.start:
             return
-        for row, token_id in zip(range(len(ranked.depths)), record.picks, strict=False):
-            self._ranker.learn(ranked, row, token_id)
+        for part in ranked:
+            picks = record.picks[part.depths[0] - 1 :]
+            for row, token_id in zip(range(len(part.depths)), picks, strict=False):
+                self._ranker.learn(part, row, token_id)
 
 
 def _enumerate(
-    ranked: Sequence[Ranked], limits: DraftLimits, max_depths: Sequence[int]
+    parts: Sequence[Sequence[Ranked]], limits: DraftLimits, max_depths: Sequence[int]
 ) -> ScoredPrefixes:
+    """Best prefixes of S sequences, whose depths come in parts of S rankings each."""
     return top_prefixes_from_candidates(
-        torch.stack([one.log_probs for one in ranked]),
-        torch.stack([one.token_ids for one in ranked]),
+        torch.cat([torch.stack([one.log_probs for one in part]) for part in parts], dim=1),
+        torch.cat([torch.stack([one.token_ids for one in part]) for part in parts], dim=1),
         limits.max_nodes,
         max_depths=max_depths,
     )

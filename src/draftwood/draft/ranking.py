@@ -14,6 +14,7 @@ between a drafter and its target; evidence moves (a, b) either way, to (1, 0) if
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class Ranked:
         log_probs: [R, K] log r of the candidates, in decreasing order; float64.
         token_ids: [R, K] their target token ids.
         features: what the score of each column is a weighted sum of, each [R, V].
+        weights: [R, features] of that sum.
+        log_norm: [R, 1] log Σ exp of the sums.
         depths: [R] depth of the predicted token, from 1.
         temperature: of the request.
     """
@@ -49,19 +52,10 @@ class Ranked:
     log_probs: torch.Tensor
     token_ids: torch.Tensor
     features: tuple[torch.Tensor, ...]
+    weights: FloatArray
+    log_norm: torch.Tensor
     depths: Sequence[int]
     temperature: float
-
-    @staticmethod
-    def joined(first: Ranked, rest: Ranked) -> Ranked:
-        """The rows of two rankings of one sequence, below each other."""
-        return Ranked(
-            torch.cat([first.log_probs, rest.log_probs]),
-            torch.cat([first.token_ids, rest.token_ids]),
-            tuple(torch.cat(pair) for pair in zip(first.features, rest.features, strict=True)),
-            [*first.depths, *rest.depths],
-            first.temperature,
-        )
 
 
 class Ranker:
@@ -101,34 +95,38 @@ class Ranker:
         if params.temperature not in (0.0, 1.0):
             scores = scores / params.temperature
         features = (scores, *self._extra_features(scores, depths, context))
-        total = self._total(features, depths, params.temperature)
+        weights = np.array([self.weights(params.temperature, len(features), d) for d in depths])
+        total = _weighted_sum(features, weights)
         values, at = top_k(total, min(num_candidates, total.shape[1]))
-        log_probs = values.double() - total.logsumexp(dim=1, keepdim=True).double()
-        ids = self._columns.token_ids[at]
-        return Ranked(log_probs.clamp(max=0.0), ids, features, depths, params.temperature)
+        log_norm = total.logsumexp(dim=1, keepdim=True)
+        log_probs = (values.double() - log_norm.double()).clamp_(max=0.0)
+        token_ids = self._columns.token_ids[at]
+        return Ranked(log_probs, token_ids, features, weights, log_norm, depths, params.temperature)
 
     def learn(self, ranked: Ranked, row: int, token_id: int) -> None:
         """Take in that the target picked ``token_id`` where ``row`` predicted."""
         column = self._columns.of(token_id)
-        if column is None or not bool(torch.isfinite(ranked.features[0][row, column])):
+        features = [feature[row] for feature in ranked.features]
+        if column is None or not math.isfinite(features[0][column]):
             return
-        depth, temperature = ranked.depths[row], ranked.temperature
-        features = torch.stack([feature[row] for feature in ranked.features])
-        total = self._total(tuple(features[:, None]), [depth], temperature)[0]
-        probs = (total - total.max()).exp_()
-        probs /= probs.sum()
-        features = torch.maximum(features, features.amax(1, keepdim=True) + _LOWEST)
-        mean = features @ probs
-        spread = (features * probs) @ features.T - torch.outer(mean, mean)
-        slope = np.array([1.0, np.log2(depth)])
-        gradient = np.outer((features[:, column] - mean).double().cpu().numpy(), slope)
-        curvature = np.kron(spread.double().cpu().numpy(), np.outer(slope, slope))
-        self._fit(temperature, len(features)).update(gradient.ravel(), curvature)
+        total = _weighted_sum([f[None] for f in features], ranked.weights[row : row + 1])[0]
+        probs = total.sub_(ranked.log_norm[row]).exp_()
+        features[0] = features[0].clamp(min=float(features[0].max()) + _LOWEST)
+        weighted = [feature * probs for feature in features]
+        mean = np.array([float(part.sum()) for part in weighted])
+        second = np.array([[float(part @ feature) for feature in features] for part in weighted])
+        picked = np.array([float(feature[column]) for feature in features])
+        slope = np.array([1.0, math.log2(ranked.depths[row])])
+        gradient = np.outer(picked - mean, slope).ravel()
+        curvature = np.kron(second - np.outer(mean, mean), np.outer(slope, slope))
+        self._fit(ranked.temperature, len(features)).update(gradient, curvature)
 
     def weights(self, temperature: float, num_features: int, depth: int) -> FloatArray:
         """[num_features] current weights at a depth: a, then b, then c."""
         level_trend = self._fit(temperature, num_features).mean.reshape(-1, 2)
-        return level_trend @ np.array([1.0, np.log2(depth)])
+        # The score keeps its order; noise and floor may have no weight.
+        lowest = np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
+        return np.maximum(level_trend @ np.array([1.0, math.log2(depth)]), lowest)
 
     def _extra_features(
         self, scores: torch.Tensor, depths: Sequence[int], context: DraftContext
@@ -145,18 +143,6 @@ class Ranker:
             extra.append((scores < edge).to(scores.dtype).neg_())
         return extra
 
-    def _total(
-        self, features: tuple[torch.Tensor, ...], depths: Sequence[int], temperature: float
-    ) -> torch.Tensor:
-        """[R, V] weighted sum of the features."""
-        per_row = np.array([self.weights(temperature, len(features), d) for d in depths])
-        per_row = np.maximum(per_row, _floor(len(features)))
-        weights = torch.from_numpy(per_row).to(features[0])
-        total = features[0] * weights[:, :1]
-        for index, feature in enumerate(features[1:], start=1):
-            total.addcmul_(feature, weights[:, index : index + 1])
-        return total
-
     def _fit(self, temperature: float, num_features: int) -> OnlineFit:
         key = (round(temperature, 2), num_features)
         if key not in self._fits:
@@ -169,6 +155,10 @@ class Ranker:
         return self._fits[key]
 
 
-def _floor(num_features: int) -> FloatArray:
-    """The score keeps its order; noise and floor may have no weight."""
-    return np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
+def _weighted_sum(features: Sequence[torch.Tensor], weights: FloatArray) -> torch.Tensor:
+    """[R, V] sum of features [R, V] with weights [R, features]."""
+    columns = torch.from_numpy(weights).to(features[0])
+    total = features[0] * columns[:, :1]
+    for index, feature in enumerate(features[1:], start=1):
+        total.addcmul_(feature, columns[:, index : index + 1])
+    return total
