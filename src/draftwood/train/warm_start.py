@@ -7,8 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from draftwood.draft.layers import Attention
 from draftwood.draft.network import DraftNetwork
 from draftwood.tree.tree import FloatArray, IntArray
+
+_LAYER = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+}
+_OPTIONAL = {
+    *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+}
 
 
 def draft_vocabulary(weights: FloatArray, size: int) -> torch.Tensor:
@@ -36,6 +54,20 @@ def set_vocabulary(network: DraftNetwork, vocabulary: torch.Tensor) -> None:
     assert network.d2t is not None
     assert len(vocabulary) == len(network.d2t)
     network.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+
+
+def can_warm_start(target: Mapping[str, torch.Tensor], layers: Sequence[int]) -> str:
+    """Empty if ``warm_start`` knows the target's layer structure, else what is in the way."""
+    names = {name.removeprefix("model.") for name in target}
+    for layer in layers:
+        prefix = f"layers.{layer}."
+        have = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        missing, extra = _LAYER - have, have - _LAYER - _OPTIONAL
+        if missing:
+            return f"layer {layer} has no {', '.join(sorted(missing))}"
+        if extra:
+            return f"layer {layer} also has {', '.join(sorted(extra))}"
+    return ""
 
 
 @torch.no_grad()
@@ -68,6 +100,12 @@ def warm_start(
             own.copy_(_repeat_heads(folded, own.shape[0], network.config.head_dim))
         layer.input_layernorm.weight.fill_(1.0)
         layer.self_attn.o_proj.weight.copy_(weights[prefix + "self_attn.o_proj.weight"])
+        for name in ("q_norm", "k_norm"):
+            if f"{prefix}self_attn.{name}.weight" in weights:
+                getattr(layer.self_attn, name).weight.copy_(
+                    weights[f"{prefix}self_attn.{name}.weight"]
+                )
+        _copy_biases(layer.self_attn, weights, prefix)
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(layer.mlp, name).weight.copy_(weights[f"{prefix}mlp.{name}.weight"])
         layer.post_attention_layernorm.weight.copy_(
@@ -77,6 +115,21 @@ def warm_start(
     network.hidden_norm.weight.fill_(1.0)
     network.norm.weight.copy_(weights["norm.weight"])
     _copy_head(network, weights)
+
+
+def _copy_biases(
+    attention: Attention, weights: Mapping[str, torch.Tensor], prefix: str
+) -> None:
+    """Projection biases, zero where the target has none."""
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        own = getattr(attention, name).bias
+        if own is None:
+            continue
+        bias = weights.get(f"{prefix}self_attn.{name}.bias")
+        if bias is None:
+            own.zero_()
+        else:
+            own.copy_(_repeat_heads(bias[:, None], len(own), attention.head_dim)[:, 0])
 
 
 def _repeat_heads(weight: torch.Tensor, rows: int, head_dim: int) -> torch.Tensor:
