@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from draftwood.draft.config import FULL, DraftConfig
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.rope import RopeConfig

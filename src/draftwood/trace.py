@@ -33,7 +33,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, target: Target, **details: Any) -> None:
-        self._file: IO[str] = Path(path).open("w", encoding="utf-8")
+        self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by us)
         self._tokenizer = target.tokenizer
         self._write(
             kind="header",

@@ -9,11 +9,12 @@ on purpose makes it fail.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
+
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
@@ -120,7 +121,9 @@ def test_autoregressive_decoding_equals_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("drafter", ["none", "lookup", "oracle", "block_diffusion", "autoregressive"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "lookup", "oracle", "block_diffusion", "autoregressive"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_own(family: str, drafter: str, policy: str, setting: str) -> None:
     outputs = run(family, drafter, policy, setting)
@@ -173,7 +176,9 @@ def _break_window(patch: pytest.MonkeyPatch) -> None:
     """Fault 12: windows measured in rows of the tree instead of positions."""
     real = attention.PackedPass.visible
 
-    def by_row(self: attention.PackedPass, index: int, window: int | None, first: int) -> np.ndarray:
+    def by_row(
+        self: attention.PackedPass, index: int, window: int | None, first: int
+    ) -> np.ndarray:
         seen = real(self, index, None, first)
         if window is not None:
             rows = self.caches[index].length + np.arange(seen.shape[0])
@@ -204,10 +209,9 @@ BREAKS = {
 
 
 @pytest.fixture
-def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     reference("mistral", "greedy")  # made before anything is broken
     BREAKS[request.param](monkeypatch)
-    yield
 
 
 @pytest.mark.parametrize("broken", BREAKS, indirect=True)

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+
 from draftwood.draft.base import NullDrafter
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.engine import Engine

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwood.text import TextStream
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftwood.text import TextStream
 
 
 class ByteTokenizer:
