@@ -40,6 +40,9 @@ def named_drafter(
 
     ``random`` is a two-layer block-diffusion network with random weights: the cost of a real one.
     ``shipped`` is the block-diffusion drafter inside the package.
+
+    Raises:
+        ValueError: there is no such drafter for this target.
     """
     if name == "oracle":
         from oracle import NoisyOracleDrafter
@@ -53,7 +56,7 @@ def named_drafter(
     if name == "shipped":
         drafter = load_drafter("auto", target)
         if not isinstance(drafter, BlockDiffusionDrafter):
-            raise SystemExit("no drafter for this target is shipped; give a checkpoint folder")
+            raise ValueError("no drafter for this target is shipped; give a checkpoint folder")
         return drafter
     return load_drafter(name, target)
 
