@@ -140,6 +140,8 @@ def _repeat_heads(weight: torch.Tensor, rows: int, head_dim: int) -> torch.Tenso
             f"the drafter's {rows} projection rows are no multiple of the target's "
             f"{weight.shape[0]}; choose a head count that is"
         )
+    if copies == 1:
+        return weight
     return weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(copies, 0).flatten(0, 1)
 
 
