@@ -81,8 +81,10 @@ def demo(
     """
     from rich.console import Console
 
+    from draftwood.cli.threads import choose_threads
     from draftwood.engine import Engine
 
+    choose_threads()  # before loading, where the target's kernels are chosen for them
     console = Console(highlight=False)
     engine = open_engine(target, drafter, budget, dtype=dtype, device=device)
     plain = Engine(engine.target)
@@ -102,11 +104,9 @@ def describe(engine: Engine, target: str) -> str:
     """What is about to run, and on how many threads."""
     import torch
 
-    from draftwood.cli.threads import choose_threads
-
     where = engine.target.device.type
     if where == "cpu":
-        where = f"cpu, {choose_threads()} threads"
+        where = f"cpu, {torch.get_num_threads()} threads"
     precision = str(engine.target.dtype).removeprefix("torch.")
     return (
         f"target: {target}, {precision}, {where}, torch {torch.__version__}\n"
