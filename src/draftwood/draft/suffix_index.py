@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-ORDERS = (1, 2, 3, 4, 6, 8)  # n-gram lengths that are indexed
+ORDERS = (1, 2, 4, 8)  # n-gram lengths that are indexed
 PER_ORDER = 4  # most recent occurrences of each; more gained nothing in accepted tokens
 MAX_MATCH_LEN = 16  # longer matches are not told apart
 
@@ -30,9 +31,10 @@ class SuffixIndex:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        # Per order: n-gram → its last end position, and end position → the previous one or −1.
-        self._last: list[dict[tuple[int, ...], int]] = [{} for _ in ORDERS]
-        self._previous: list[list[int]] = [[] for _ in ORDERS]
+        # Per order: hash of an n-gram → its last end position, and end position → the one before
+        # it or −1. Hashes need a fraction of the memory; ``_match_len`` sees through collisions.
+        self._last: list[dict[int, int]] = [{} for _ in ORDERS]
+        self._previous = [array("q") for _ in ORDERS]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -46,7 +48,7 @@ class SuffixIndex:
                 if end < order:
                     previous.append(-1)
                     continue
-                key = tuple(self.token_ids[end - order :])
+                key = hash(tuple(self.token_ids[end - order :]))
                 previous.append(last.get(key, -1))
                 last[key] = end - 1
 
@@ -57,7 +59,7 @@ class SuffixIndex:
                 before = previous.pop()
                 if end < order:
                     continue
-                key = tuple(self.token_ids[end - order :])
+                key = hash(tuple(self.token_ids[end - order :]))
                 if before < 0:
                     del last[key]
                 else:
@@ -76,8 +78,8 @@ class SuffixIndex:
             for _ in range(PER_ORDER):
                 if at < 0:
                     break
-                if at + 1 not in found:
-                    found[at + 1] = Occurrence(self._match_len(at), at + 1)
+                if at + 1 not in found and (size := self._match_len(at)):
+                    found[at + 1] = Occurrence(size, at + 1)
                 at = previous[at]
         return list(found.values())
 
