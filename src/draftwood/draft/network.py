@@ -51,6 +51,10 @@ class DraftNetwork(nn.Module):
         )
         self._lent: dict[str, torch.Tensor] = {}
 
+    def stack(self) -> list[Layer]:
+        """The layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def borrow(self, input_embeddings: torch.Tensor, output_embeddings: torch.Tensor) -> None:
         """Use the target's tables [vocab, H] where the drafter has none of its own.
 
@@ -113,7 +117,7 @@ class DraftNetwork(nn.Module):
         """
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         cos, sin = self._angles(positions)
-        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]
+        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.stack()]
 
     def forward(
         self,
@@ -141,7 +145,7 @@ class DraftNetwork(nn.Module):
         positions = anchor_positions[..., None] + torch.arange(size, device=block_hidden.device)
         cos, sin = self._angles(positions)
         x = block_hidden
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.stack()):
             # The anchor's row ends as keys and values of the last layer: nothing reads it after.
             first = 1 if index == len(self.layers) - 1 else 0
             masks = self._masks(index, positions, key_positions, first)

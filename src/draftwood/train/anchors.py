@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class BlockBatch:
 
     def to(self, device: torch.device | str) -> BlockBatch:
         """The same batch on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value if value is None else value.to(device)
             for field in fields(self)
             for value in [getattr(self, field.name)]

@@ -228,7 +228,7 @@ def _appendable(
         "top_ids": meta["top_k"] * 4,
         "top_log_probs": meta["top_k"] * 2,
     }
-    files = {}
+    files: dict[str, BinaryIO] = {}
     for name, width in widths.items():
         handle = stack.enter_context((path / FILES[name]).open("ab"))
         handle.truncate(position * width)

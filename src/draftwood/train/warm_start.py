@@ -91,7 +91,7 @@ def warm_start(
         tap: index into the taps that fc starts with.
     """
     weights = {name.removeprefix("model."): value.float() for name, value in target.items()}
-    for layer, source in zip(network.layers, layers, strict=True):
+    for layer, source in zip(network.stack(), layers, strict=True):
         prefix = f"layers.{source}."
         norm = weights[prefix + "input_layernorm.weight"]
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -173,7 +173,7 @@ def match_norms(network: DraftNetwork, features: torch.Tensor, block_hidden: tor
         block_hidden: [M, H] some block embeddings.
     """
     fused = network.hidden_norm(network.fc(features.to(network.fc.weight.dtype)))
-    for layer in network.layers:
+    for layer in network.stack():
         attention = layer.self_attn
         rows = layer.input_layernorm(block_hidden)
         for projection, norm, x in (
