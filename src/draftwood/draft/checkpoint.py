@@ -108,6 +108,7 @@ def save_draft(
 def replace_folder(temporary: Path, target: Path) -> None:
     """Sync ``temporary`` to disk and make it ``target``; the old folder goes only afterwards."""
     for file in temporary.iterdir():
+        file.chmod(0o644)
         _sync(file)
     _sync(temporary)
     temporary.chmod(0o755)
