@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftwood.target.demo import ensure_demo
 from draftwood.target.gguf import dequantised, is_gguf
+from draftwood.target.kernels import DEFAULT_KERNELS, KernelConfig
 from draftwood.target.model import Target
 from draftwood.target.progress import silent
 
@@ -23,6 +24,7 @@ def load_target(
     device: str = "auto",
     revision: str | None = None,
     probe: bool = True,
+    kernels: KernelConfig | None = DEFAULT_KERNELS,
 ) -> Target:
     """Load a model and its tokenizer as a target.
 
@@ -33,6 +35,7 @@ def load_target(
         device: as torch names it. ``"auto"``: the first GPU, else the CPU.
         revision: branch, tag or commit of a hub id.
         probe: compare draft trees with the model's own forward before use.
+        kernels: how to speed up a model on the CPU in float32; None: not at all.
 
     Raises:
         ValueError: the name, dtype or device is unknown, or the model cannot be a target.
@@ -49,7 +52,7 @@ def load_target(
             model, tokenizer = _load(name, folder, kind, options)
     else:
         model, tokenizer = _load(name, folder, kind, options)
-    return Target(model.to(where).eval(), tokenizer, probe=probe)
+    return Target(model.to(where).eval(), tokenizer, probe=probe, kernels=kernels)
 
 
 def _device(name: str) -> torch.device:

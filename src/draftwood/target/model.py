@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from draftwood.target import support
 from draftwood.target.attention import NAME, PASS_KEYWORD, PackedPass
 from draftwood.target.cache import KVCache
+from draftwood.target.kernels import DEFAULT_KERNELS, KernelConfig, Kernels, build_kernels
 from draftwood.target.probe import check_parity
 from draftwood.tree.tree import DraftTree
 
@@ -43,12 +44,20 @@ class Target:
         model: in evaluation mode, as loaded by ``AutoModelForCausalLM``.
         tokenizer: its tokenizer, if text goes in or out.
         probe: compare a random packed tree with the model's own forward first.
+        kernels: how to speed up a model on the CPU in float32; None: run its modules as they are.
 
     Raises:
         ValueError: this model cannot be run exactly on trees; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, probe: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        probe: bool = True,
+        kernels: KernelConfig | None = DEFAULT_KERNELS,
+    ) -> None:
         support.check_supported(model)
         text_config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -63,6 +72,10 @@ class Target:
         self._configs = support.attention_configs(self._decoder)
         self._transform_logits = support.logit_transform(model)
         self._lock = threading.RLock()
+        self.kernels = Kernels()
+        if kernels is not None:
+            head = model.get_output_embeddings()
+            self.kernels = build_kernels(list(self._layers), head, self._run, kernels)
         if probe:
             check_parity(self)
 
@@ -100,22 +113,30 @@ class Target:
         """
         packed = PackedPass(tree, caches)
         self._check(packed, taps)
-        device = self.device
-        with self._lock, self._tree_attention(), _recorded(self._layers, taps) as outputs:
-            result = self._decoder(
-                input_ids=torch.from_numpy(tree.token_ids)[None].to(device),
-                position_ids=torch.from_numpy(packed.positions)[None].to(device),
-                use_cache=False,
-                **{PASS_KEYWORD: packed},
-            )
-        hidden = result.last_hidden_state[0]
+        with self._lock, _recorded(self._layers, taps) as outputs:
+            hidden = self._run(packed)
         features = [outputs[tap].to(hidden.device) for tap in taps]
         return TargetOutput(hidden, torch.cat(features, dim=-1) if features else None)
 
     @torch.no_grad()
+    def _run(self, packed: PackedPass) -> torch.Tensor:
+        """[N, hidden_size] of the decoder alone; one call at a time."""
+        device = self.device
+        with self._tree_attention(), self.kernels.active():
+            result = self._decoder(
+                input_ids=torch.from_numpy(packed.tree.token_ids)[None].to(device),
+                position_ids=torch.from_numpy(packed.positions)[None].to(device),
+                use_cache=False,
+                **{PASS_KEYWORD: packed},
+            )
+        hidden: torch.Tensor = result.last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] rows of ``TargetOutput.hidden`` → [R, V], as the model gives them."""
-        return self._transform_logits(self.model.get_output_embeddings()(hidden))
+        head = self.model.get_output_embeddings()
+        return self._transform_logits(self.kernels.head(head, hidden))
 
     def _check(self, packed: PackedPass, taps: Sequence[int]) -> None:
         bad_taps = [tap for tap in taps if not 0 <= tap < self.num_layers]

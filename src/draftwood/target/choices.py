@@ -1,0 +1,67 @@
+"""Kernel choices kept on disk: loading again is faster, and rounds as it did before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from draftwood.target.linear import ROWS, Kernel
+from draftwood.target.store import cache_dir
+
+FILE = "kernels.json"
+
+
+class KernelChoices:
+    """What was measured before on this machine, torch version and number of threads."""
+
+    def __init__(self, candidates: Sequence[Kernel]) -> None:
+        self._by_name = {kernel.__name__: kernel for kernel in candidates}
+        self._path = cache_dir() / FILE
+        self._setting = " | ".join([
+            torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(),
+            f"{torch.get_num_threads()} threads", *sorted(self._by_name), f"rows {ROWS}",
+        ])  # fmt: skip
+
+    def get(self, key: str, measure: Callable[[], tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
+        """The kernels stored under ``key``; measured and stored if there are none."""
+        names = self._read().get(self._setting, {}).get(key)
+        if isinstance(names, list) and len(names) == len(ROWS) and set(names) <= set(self._by_name):
+            return tuple(self._by_name[name] for name in names)
+        kernels = measure()
+        content = self._read()
+        content.setdefault(self._setting, {})[key] = [kernel.__name__ for kernel in kernels]
+        # A cache that cannot be written only costs the next load a second.
+        with contextlib.suppress(OSError):
+            self._write(content)
+        return kernels
+
+    def _read(self) -> dict[str, dict[str, list[str]]]:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write(self, content: dict[str, dict[str, list[str]]]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=FILE, dir=self._path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, self._path)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()

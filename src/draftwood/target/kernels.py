@@ -1,0 +1,259 @@
+"""Fast exact execution of a CPU float32 target: which kernels, for which modules, and when.
+
+``Kernels.active`` puts faster forwards in place of the modules' own for the length of one packed
+pass. Parameters and module code stay as they are; copies of the weights in other layouts are held
+only if they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from draftwood.target.attention import PackedPass
+from draftwood.target.cache import KVCache
+from draftwood.target.choices import KernelChoices
+from draftwood.target.lean import (
+    LeanLayer,
+    is_llama_shaped,
+    is_plain_linear,
+    rope_factors,
+    weights_of,
+)
+from draftwood.target.linear import FastLinear, Kernel, Weights, choose_kernels, default_kernels
+from draftwood.target.memory import available_bytes
+from draftwood.target.watch import Watch
+from draftwood.tree.tree import NO_PARENT, DraftTree
+
+# Models with less weights than this stay as they are: they run from the processor's caches.
+MIN_BYTES = 16 * 2**20
+# Largest accepted ‖fast − own‖ / ‖own‖ of the decoder's output. Rounding stays far below; a layer
+# that was misread lies far above.
+TOLERANCE = 1e-4
+
+Run = Callable[[PackedPass], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How a target on the CPU in float32 is sped up.
+
+    Attributes:
+        candidates: kernels to choose from, the one without a copy of the weights first. One alone
+            is used everywhere, unmeasured. None: all of this build of torch, for models that are
+            large enough to gain.
+        memory_share: how much of the memory available at load the copies may take together. A
+            shape whose copies no longer fit runs on the model's own weights.
+        lean_layers: run layers of the Llama shape in fewer operations.
+    """
+
+    candidates: tuple[Kernel, ...] | None = None
+    memory_share: float = 0.5
+    lean_layers: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_share <= 1:
+            raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}")
+        if self.candidates == ():
+            raise ValueError("candidates is empty; None means all kernels there are")
+
+
+DEFAULT_KERNELS = KernelConfig()
+
+
+class Kernels:
+    """The forwards that stand in for a model's own, and the head's product.
+
+    As created: none, everything runs as the model does it.
+
+    Attributes:
+        linears: all products that were taken over.
+        num_lean_layers: layers that run as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.linears: list[FastLinear] = []
+        self.num_lean_layers = 0
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._layers_watch = Watch([])
+        self._head: FastLinear | None = None
+        self._head_watch = Watch([])
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that the copies of the weights take."""
+        return sum(fast.copied_bytes for fast in self.linears)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the decoder with the fast forwards; the caller makes sure that it runs alone."""
+        if not self._forwards or not self._layers_watch.is_unchanged():
+            yield
+            return
+        for module, forward in self._forwards:
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, _ in self._forwards:
+                module.__dict__.pop("forward", None)
+
+    def head(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] → [R, V] through the language model head ``module``."""
+        if self._head is None or not self._head_watch.is_unchanged():
+            logits: torch.Tensor = module(hidden)
+            return logits
+        return self._head(hidden)
+
+    def add_layers(
+        self, layers: Sequence[nn.Module], windows: Sequence[int | None], lean: bool
+    ) -> None:
+        """Stand in for ``layers``: as a whole where they are of the Llama shape, else in parts."""
+        for layer, window in zip(layers, windows, strict=True):
+            if lean and is_llama_shaped(layer):
+                stand_in = LeanLayer(layer, window, self._fast)
+                self._forwards.append((layer, _lean_forward(layer, stand_in)))
+                self.num_lean_layers += 1
+                continue
+            for module in filter(is_plain_linear, layer.modules()):
+                fast = self._fast(weights_of(module))
+                self._forwards.append((module, _linear_forward(fast)))
+        self._layers_watch = Watch(layers)
+
+    def add_head(self, module: nn.Module) -> None:
+        """Stand in for the language model head."""
+        if is_plain_linear(module):
+            self._head = self._fast(weights_of(module))
+            self._head_watch = Watch([module])
+
+    def choose(self, candidates: Sequence[Kernel], spare_bytes: int) -> None:
+        """Give every product its kernels by measurement, while memory for copies lasts."""
+        choices = KernelChoices(candidates)
+        by_shape: dict[str, list[FastLinear]] = {}
+        for fast in self.linears:
+            by_shape.setdefault(fast.weights.shape, []).append(fast)
+        for shape, group in by_shape.items():
+            weights = [fast.weights for fast in group]
+            max_copies = min(spare_bytes // sum(w.num_bytes for w in weights), len(candidates) - 1)
+            kernels = choices.get(
+                f"{len(group)} × {shape}, {max_copies} copies",
+                partial(choose_kernels, weights, candidates, max_copies),
+            )
+            for fast in group:
+                fast.use(kernels)
+                spare_bytes -= fast.copied_bytes
+
+    def use(self, kernel: Kernel) -> None:
+        """One kernel for everything."""
+        for fast in self.linears:
+            fast.use((kernel,) * len(fast.kernels))
+
+    def _fast(self, weights: Weights) -> FastLinear:
+        self.linears.append(FastLinear(weights))
+        return self.linears[-1]
+
+
+def build_kernels(
+    layers: Sequence[nn.Module], head: nn.Module, run: Run, config: KernelConfig
+) -> Kernels:
+    """Kernels for a model: built, compared with its own forward, chosen by measurement.
+
+    Takes a second or two at the first load of a small model. What does not reproduce the model's
+    own output is not used.
+
+    Args:
+        layers: the decoder layers.
+        head: the language model head.
+        run: the decoder's [N, hidden_size] output of a packed pass, whatever forwards its modules
+            have at the moment.
+        config: what may be used.
+    """
+    parts = [part for root in (*layers, head) for part in root.modules()]
+    num_bytes = sum(weights_of(part).num_bytes for part in parts if is_plain_linear(part))
+    if num_bytes < (MIN_BYTES if config.candidates is None else 1):
+        return Kernels()
+    first = _RecordingPass(len(layers))
+    own = run(first)
+    for lean in (True, False) if config.lean_layers else (False,):
+        kernels = Kernels()
+        kernels.add_layers(layers, first.windows, lean)
+        kernels.add_head(head)
+        if not _agrees(own, run, kernels, len(layers)):
+            continue
+        _choose(kernels, config)
+        if _agrees(own, run, kernels, len(layers)):
+            return kernels
+    return Kernels()
+
+
+def _choose(kernels: Kernels, config: KernelConfig) -> None:
+    candidates = default_kernels() if config.candidates is None else config.candidates
+    if len(candidates) == 1:
+        kernels.use(candidates[0])
+    else:
+        kernels.choose(candidates, int(config.memory_share * available_bytes()))
+
+
+@torch.no_grad()
+def _agrees(own: torch.Tensor, run: Run, kernels: Kernels, num_layers: int) -> bool:
+    with kernels.active():
+        fast = run(_RecordingPass(num_layers))
+    return bool((fast - own).norm() <= TOLERANCE * own.norm())
+
+
+class _RecordingPass(PackedPass):
+    """A small packed tree that notes which sliding window each layer gives to its attention."""
+
+    def __init__(self, num_layers: int) -> None:
+        parents = np.array([NO_PARENT, 0, 0, 1, 1, 4, 5, 2])
+        depths = np.array([0, 1, 1, 2, 2, 3, 4, 2])
+        size = len(parents)
+        seq = np.zeros(size, dtype=np.int64)
+        tree = DraftTree(np.arange(size) + 1, parents, depths, seq, np.array([0, size]))
+        super().__init__(tree, [KVCache(num_layers)])
+        self.windows: list[int | None] = []
+
+    def views(
+        self, window: int | None, repeats: int, device: torch.device, dtype: torch.dtype
+    ) -> Any:
+        self.windows.append(window)
+        return super().views(window, repeats, device, dtype)
+
+
+def _lean_forward(layer: nn.Module, lean: LeanLayer) -> Callable[..., torch.Tensor]:
+    own = layer.forward
+    known: list[Any] = [None, None]  # the last cosines, and the factors made from them
+
+    def forward(
+        hidden_states: torch.Tensor,
+        *args: Any,
+        position_embeddings: Any = None,
+        draftwood_pass: PackedPass | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if draftwood_pass is None:  # the user's own call, while we run in another thread
+            result: torch.Tensor = own(
+                hidden_states, *args, position_embeddings=position_embeddings, **kwargs
+            )
+            return result
+        cos, sin = position_embeddings
+        if known[0] is not cos:
+            known[:] = [cos, rope_factors(cos, sin)]
+        return lean.forward(hidden_states[0], known[1], draftwood_pass)[None]
+
+    return forward
+
+
+def _linear_forward(fast: FastLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        return fast(rows).view(*input.shape[:-1], -1)
+
+    return forward
