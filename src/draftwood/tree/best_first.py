@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from heapq import heappop, heappush, heapreplace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -18,27 +20,24 @@ def best_first(costs: FloatArray, ids: IntArray, max_nodes: int) -> ScoredPrefix
         ids: [S, L, K] their token ids.
         max_nodes: ≥ 1.
     """
-    num_valid = np.isfinite(costs).sum(axis=2)
-    nodes = [
-        _one(
-            [row[:valid] for row, valid in zip(costs[s].tolist(), num_valid[s], strict=True)],
-            max_nodes,
-        )
-        for s in range(len(costs))
-    ]
-    counts = np.array([len(found.costs) for found in nodes], dtype=np.int64)
-    shape = (len(costs), int(counts.max(initial=0)))
-    token_ids = np.zeros(shape, dtype=np.int64)
-    parents = np.full(shape, NO_PARENT, dtype=np.int64)
-    depths = np.zeros(shape, dtype=np.int64)
-    log_probs = np.full(shape, -np.inf)
-    for s, (found, count) in enumerate(zip(nodes, counts, strict=True)):
-        depth = np.array(found.depths, dtype=np.int64)
-        token_ids[s, :count] = ids[s, depth, np.array(found.ranks, dtype=np.int64)]
-        parents[s, :count] = found.parents
-        depths[s, :count] = depth + 1
-        log_probs[s, :count] = found.costs
-    return ScoredPrefixes(token_ids, parents, depths, -np.abs(log_probs), counts)
+    found = [_one(rows, max_nodes) for rows in costs.tolist()]
+    counts = np.array([len(nodes.costs) for nodes in found], dtype=np.int64)
+    if len(found) == 1:
+        return _record(found[0], ids[0], counts)
+    return ScoredPrefixes.stack(
+        [_record(*row) for row in zip(found, ids, counts[:, None], strict=True)]
+    )
+
+
+def _record(nodes: _Nodes, ids: IntArray, counts: IntArray) -> ScoredPrefixes:
+    depths = np.array(nodes.depths, dtype=np.int64)
+    return ScoredPrefixes(
+        ids[depths, np.array(nodes.ranks, dtype=np.int64)][None],
+        np.array([nodes.parents], dtype=np.int64),
+        depths[None] + 1,
+        0.0 - np.array([nodes.costs]),
+        counts,
+    )
 
 
 class _Nodes(NamedTuple):
@@ -52,6 +51,8 @@ class _Nodes(NamedTuple):
 
 def _one(costs: list[list[float]], max_nodes: int) -> _Nodes:
     """One sequence. A popped prefix offers its next sibling and its first child, each once."""
+    for row in costs:
+        del row[bisect_left(row, inf) :]
     nodes = _Nodes([], [], [], [])
     scores, parents, depths, ranks = nodes
     # (cost, order of arrival, depth from 0, rank, parent node, parent's cost)

@@ -2,8 +2,8 @@
 
 The probability of a prefix is the product of its tokens' marginals, Φ(n) the sum over the n most
 probable ones; those are the tree of n nodes with the highest expected acceptance (DDTree,
-2604.12989). Only the K best candidates of each depth are looked at, with a test whether more
-could have mattered.
+2604.12989). A few best candidates of each depth are looked at first; the prefixes that leave the
+best path once are enough of them to tell which further tokens could matter at all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 
 from draftwood.tree.best_first import best_first
 from draftwood.tree.level_beam import level_beam
-from draftwood.tree.topk import top_k
-from draftwood.tree.tree import NO_PARENT, BoolArray, FloatArray, ScoredPrefixes
+from draftwood.tree.topk import at_least, top_k
+from draftwood.tree.tree import NO_PARENT, FloatArray, IntArray, ScoredPrefixes
 
 Array = torch.Tensor | NDArray
 
-# Candidates per depth at first. More than 64 are needed for budgets above 64 on flat
-# distributions only; the test tells, and the second try takes as many as nodes.
-_FIRST_TRY = 64
+_FIRST = 32  # candidates per depth looked at first, up to twice as many for large budgets
 # Nodes in all from which an accelerator's ~100 launches beat ~1 µs per node of the heap.
 _MIN_NODES_ON_DEVICE = 2048
 _MAX_LOG_PROB = 1e-3  # rounding of a log-softmax, not more
@@ -66,15 +64,15 @@ def top_prefixes(
         return ScoredPrefixes.empty(num_seqs)
     scores = scores[:, :horizon]
     full = min(max_nodes, vocab_size, max_width or vocab_size)
-    first = min(full, _FIRST_TRY)
-    found, exact = _search(scores, first, max_nodes, max_depths, token_map)
-    if first == full or exact.all():
-        return found
-    rows = [found.row(s) for s in range(num_seqs)]
-    for s in np.flatnonzero(~exact).tolist():
-        depth = None if max_depths is None else [max_depths[s]]
-        rows[s], _ = _search(scores[s : s + 1], full, max_nodes, depth, token_map)
-    return ScoredPrefixes.stack(rows)
+    first = min(full, max(_FIRST, min(4 * max_nodes // horizon, 2 * _FIRST)))
+    values, ids = top_k(scores.reshape(-1, vocab_size), first)
+    shape = (num_seqs, horizon, first)
+    costs, tokens = _costs(_host(values).reshape(shape), max_depths), _host(ids).reshape(shape)
+    if first < full:
+        costs, tokens = _extended(scores, costs, tokens, max_nodes, full)
+    if token_map is not None:
+        tokens = _host(token_map)[tokens].astype(np.int64)
+    return _enumerate(costs, tokens, max_nodes, scores.device)
 
 
 def top_prefixes_from_candidates(
@@ -111,34 +109,45 @@ def top_prefixes_from_candidates(
     return _enumerate(costs, tokens, max_nodes, device)
 
 
-def _search(
-    scores: torch.Tensor,
-    width: int,
-    max_nodes: int,
-    max_depths: Sequence[int] | None,
-    token_map: Array | None,
-) -> tuple[ScoredPrefixes, BoolArray]:
-    """Prefixes of the ``width`` best tokens per depth; [S] whether wider could not be better."""
-    num_seqs, horizon, vocab_size = scores.shape
-    values, ids = top_k(scores.reshape(-1, vocab_size), width)
-    if token_map is not None:
-        ids = torch.as_tensor(token_map, device=ids.device)[ids].long()
-    shape = (num_seqs, horizon, width)
-    costs = _costs(_host(values).reshape(shape), max_depths)
-    found = _enumerate(costs, _host(ids).reshape(shape), max_nodes, scores.device)
-    # The cheapest prefix through a token not looked at: the best one to there, and that token,
-    # which costs at least as much as the last one looked at.
-    above = np.zeros((num_seqs, horizon))
+def _extended(
+    scores: torch.Tensor, costs: FloatArray, ids: IntArray, max_nodes: int, full: int
+) -> tuple[FloatArray, IntArray]:
+    """Candidates [S, L, K'] that the ``max_nodes`` best prefixes are sure to be made of.
+
+    A prefix that takes candidate j at depth d costs at least the best path to d−1 plus that
+    candidate. The prefixes for which it is exactly that are all different, so the
+    ``max_nodes``-th of them bounds the cost of the last one wanted: candidates beyond the bound
+    are dropped, and rows whose last candidate is within it are read again for the rest of theirs.
+    """
+    above = np.zeros(costs.shape[:2])
     np.cumsum(costs[:, :-1, 0], axis=1, out=above[:, 1:])
-    unseen = (above + costs[:, :, -1]).min(axis=1)
-    return found, _last_cost(found, max_nodes) <= unseen
+    bound = _bound(above, costs, max_nodes)
+    # From the top: what depth 1 has to add may already settle the others.
+    last = above + costs[:, :, -1]
+    for depth in np.flatnonzero((last < bound[:, None]).any(axis=0)):
+        short = np.flatnonzero(last[:, depth] < bound)
+        if len(short) == 0:
+            continue
+        floors = above[short, depth] - bound[short]
+        floors = np.maximum(floors - 1e-6 * np.abs(floors), -1e30)  # rounded to the scores' type
+        rows = scores[torch.from_numpy(short).to(scores.device), depth]
+        values, more = at_least(rows, torch.from_numpy(floors).to(rows), full)
+        room = ((0, 0), (0, 0), (0, max(values.shape[1] - costs.shape[2], 0)))
+        costs = np.pad(costs, room, constant_values=np.inf)
+        ids = np.pad(ids, room)
+        costs[short, depth, : values.shape[1]] = np.maximum(-values.astype(np.float64), 0.0)
+        ids[short, depth, : values.shape[1]] = more
+        bound = _bound(above, costs, max_nodes)
+    costs[above[:, :, None] + costs > bound[:, None, None]] = np.inf
+    return costs, ids
 
 
-def _last_cost(found: ScoredPrefixes, max_nodes: int) -> FloatArray:
-    """[S] cost of the ``max_nodes``-th prefix, +inf where there are fewer."""
-    if found.max_nodes < max_nodes:
-        return np.full(len(found), np.inf)
-    return -found.log_probs[:, max_nodes - 1]
+def _bound(above: FloatArray, costs: FloatArray, max_nodes: int) -> FloatArray:
+    """[S] cost of the ``max_nodes``-th of the prefixes that leave the best path at their end."""
+    single = (above[:, :, None] + costs).reshape(len(costs), -1)
+    if single.shape[1] < max_nodes:
+        return np.full(len(costs), np.inf)
+    return np.partition(single, max_nodes - 1, axis=1)[:, max_nodes - 1]
 
 
 def _host(array: Array) -> NDArray:
@@ -152,7 +161,7 @@ def _host(array: Array) -> NDArray:
 def _costs(log_probs: NDArray, max_depths: Sequence[int] | None) -> FloatArray:
     """[S, L, K] float64 −log q ≥ 0; +inf for impossible tokens and below ``max_depths``."""
     costs = -log_probs.astype(np.float64)
-    np.nan_to_num(costs, copy=False, nan=np.inf, posinf=np.inf, neginf=-np.inf)
+    costs[np.isnan(costs)] = np.inf
     lowest = costs.min()
     if lowest < -_MAX_LOG_PROB:
         raise ValueError(f"log-probabilities must be ≤ 0, got {-lowest:.3g}; apply log_softmax")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from draftwood.tree.tree import IntArray
 
 _BLOCK_ENTRIES = 1 << 20  # rows handled together: what fits the last-level cache
-_FEW_ENTRIES = 1 << 17  # below, a dozen numpy calls cost as much as they save
+_FEW_ENTRIES = 1 << 16  # below, a dozen numpy calls cost as much as they save
 _MIN_CHUNK = 4  # below this many entries per chunk the chunk maxima save nothing
 _MAX_SURVIVORS = 8  # times k: more (many ties, or rows of −inf) and plain selection is faster
 
@@ -35,9 +35,7 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert 1 <= k <= width, (k, width)
     if scores.device.type != "cpu":
         return _plain(scores, k)
-    if scores.dtype not in (torch.float32, torch.float64):
-        scores = scores.float()
-    scores = scores.detach().contiguous()
+    scores = _readable(scores)
     if k == 1:
         return _argmax(scores)
     if scores.numel() < _FEW_ENTRIES or _split(width, k)[1] < _MIN_CHUNK:
@@ -53,6 +51,37 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
             found = plain[0].numpy(), plain[1].numpy()
         values[rows], ids[rows] = found
     return torch.from_numpy(values), torch.from_numpy(ids)
+
+
+def at_least(scores: torch.Tensor, floors: torch.Tensor, k: int) -> tuple[NDArray, IntArray]:
+    """The entries of each row that are ≥ its floor, largest first, at most the k largest.
+
+    Args:
+        scores: [R, V] floats on any device.
+        floors: [R] of the same type and device.
+        k: 1 ≤ k ≤ V.
+
+    Returns:
+        values and column indices [R, W] on the host, W the most any row has; where a row has
+        fewer, smaller entries or −inf follow.
+    """
+    if scores.device.type == "cpu":
+        array = _readable(scores).numpy()
+        found = np.flatnonzero(array >= floors.to(_readable(scores)).numpy()[:, None])
+        if len(found) <= _MAX_SURVIVORS * k * len(array):
+            return _largest(array, found, k)
+        most = k
+    else:
+        most = min(max(int((scores >= floors[:, None]).sum(dim=1).amax()), 1), k)
+    values, ids = top_k(scores, most)
+    return _readable(values).cpu().numpy(), ids.cpu().numpy()
+
+
+def _readable(scores: torch.Tensor) -> torch.Tensor:
+    """Contiguous and of a type that numpy has."""
+    if scores.dtype not in (torch.float32, torch.float64):
+        scores = scores.float()
+    return scores.detach().contiguous()
 
 
 def _plain(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,11 +136,18 @@ def _split(width: int, k: int) -> tuple[int, int]:
 
 
 def _largest(scores: NDArray, flat: IntArray, k: int) -> tuple[NDArray, IntArray]:
-    """The k largest per row of the entries at flat positions ``flat`` (each row has ≥ k)."""
+    """The up to k largest per row of the entries at flat positions ``flat``, −inf for none."""
     num_rows, width = scores.shape
     entries = scores.reshape(-1).take(flat)
     rows = flat // width
     order = np.lexsort((-entries, rows))
     sizes = np.bincount(rows, minlength=num_rows)
-    best = order[(np.cumsum(sizes) - sizes)[:, None] + np.arange(k)]
-    return entries[best], flat[best] - np.arange(num_rows)[:, None] * width
+    columns = np.arange(min(k, sizes.max(initial=0)))
+    place = (np.cumsum(sizes) - sizes)[:, None] + columns
+    if sizes.min(initial=k) >= len(columns):
+        best = order[place]
+        return entries[best], flat[best] - np.arange(num_rows)[:, None] * width
+    inside = columns < sizes[:, None]
+    best = order[np.where(inside, place, 0)]
+    ids = flat[best] - rows[best] * width
+    return np.where(inside, entries[best], -np.inf), np.where(inside, ids, 0)

@@ -82,22 +82,19 @@ class ScoredPrefixes:
         """Put records below each other, padded to the widest."""
         width = max((row.max_nodes for row in rows), default=0)
 
-        def pad(name: str, fill: float) -> NDArray:
-            parts = [
-                np.pad(
-                    getattr(row, name),
-                    ((0, 0), (0, width - row.max_nodes)),
-                    constant_values=fill,
-                )
-                for row in rows
-            ]
-            return np.concatenate(parts) if parts else np.zeros((0, 0))
+        def padded(name: str, fill: float, dtype: type) -> NDArray:
+            out: NDArray = np.full((sum(map(len, rows)), width), fill, dtype=dtype)
+            start = 0
+            for row in rows:
+                out[start : start + len(row), : row.max_nodes] = getattr(row, name)
+                start += len(row)
+            return out
 
         return ScoredPrefixes(
-            pad("token_ids", 0).astype(np.int64),
-            pad("parents", NO_PARENT).astype(np.int64),
-            pad("depths", 0).astype(np.int64),
-            pad("log_probs", -np.inf).astype(np.float64),
+            padded("token_ids", 0, np.int64),
+            padded("parents", NO_PARENT, np.int64),
+            padded("depths", 0, np.int64),
+            padded("log_probs", -np.inf, np.float64),
             np.concatenate([row.counts for row in rows]) if rows else np.zeros(0, np.int64),
         )
 
