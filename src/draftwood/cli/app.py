@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from draftwood.cli import chat, demo, generate, info
+from draftwood.cli import chat, data, demo, eval_drafter, generate, info, train, view
 from draftwood.cli.console import fail
 from draftwood.errors import DraftwoodError
 
@@ -68,3 +68,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("info")(info.info)
+app.command("view")(view.view)
+app.command("data")(data.data)
+app.command("train")(train.train)
+app.command("eval-drafter")(eval_drafter.eval_drafter)

@@ -155,7 +155,8 @@ def build_drafter(
         warm_start(network, weights, layers, tap=len(config.target_layer_ids) - 1)
         has_norms = f"model.layers.{layers[0]}.self_attn.q_norm.weight" in weights
         if features is not None and token_ids is not None and not has_norms:
-            match_norms(network, features, network.embed(torch.tensor(token_ids)))
+            rows = network.embed(torch.tensor(token_ids, device=inputs.device))
+            match_norms(network, features, rows.to(features.device))
     return network
 
 

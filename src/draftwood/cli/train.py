@@ -1,0 +1,271 @@
+"""``draftwood train``: a block-diffusion drafter for a target, from its own replies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwood.cli import options
+from draftwood.cli.console import note
+
+if TYPE_CHECKING:
+    from draftwood.draft.network import DraftNetwork
+    from draftwood.target.model import Target
+    from draftwood.train.recipe import Recipe
+    from draftwood.train.target_side import ResponseRow
+
+DRAFTER = "Drafter"
+RUN = "Run"
+LOSS = "Objective"
+
+
+def train(
+    data: Annotated[
+        list[Path],
+        typer.Option(exists=True, help="Folder from 'draftwood data'. May be given repeatedly."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; its 'draft' is it.")],
+    target: options.Target = "demo",
+    layers: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=DRAFTER,
+            help="Target layers that the drafter's start from, as many as it gets.",
+        ),
+    ] = "0,-1",
+    taps: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=DRAFTER, help="Target layers to read; three by default."),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(min=2, rich_help_panel=DRAFTER, help="Block rows, anchor included.")
+    ] = 8,
+    draft_vocab: Annotated[
+        int,
+        typer.Option(
+            min=0, rich_help_panel=DRAFTER, help="Most frequent tokens to draft; 0 drafts all."
+        ),
+    ] = 8192,
+    mask_token: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=DRAFTER, help="Token or id that the target never writes; found if left."
+        ),
+    ] = None,
+    warm: Annotated[
+        bool, typer.Option(rich_help_panel=DRAFTER, help="Start from the target's layers.")
+    ] = True,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", "--lr", rich_help_panel=LOSS, help="Its peak.")
+    ] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, rich_help_panel=LOSS)] = 30,
+    gamma: Annotated[
+        float,
+        typer.Option(rich_help_panel=LOSS, help="Position j has weight exp(−(j − 1) / gamma)."),
+    ] = 4.0,
+    distill: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=LOSS, help="Share of the target's own distribution in labels."
+        ),
+    ] = 0.5,
+    blocks: Annotated[
+        int, typer.Option(min=1, rich_help_panel=LOSS, help="Blocks of a micro-batch.")
+    ] = 256,
+    accumulate: Annotated[
+        int, typer.Option(min=1, rich_help_panel=LOSS, help="Micro-batches of a step.")
+    ] = 1,
+    head_negatives: Annotated[
+        int, typer.Option(min=0, rich_help_panel=LOSS, help="Sampled head columns; 0 uses all.")
+    ] = 1024,
+    train_head: Annotated[
+        bool, typer.Option(rich_help_panel=LOSS, help="Train the head of a reduced vocabulary.")
+    ] = False,
+    ema: Annotated[
+        float, typer.Option(min=0, max=1, rich_help_panel=LOSS, help="Decay of averaged weights.")
+    ] = 0.0,
+    max_minutes: Annotated[
+        float | None, typer.Option(rich_help_panel=RUN, help="Training time over all parts.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(rich_help_panel=RUN)] = None,
+    eval_minutes: Annotated[float, typer.Option(rich_help_panel=RUN)] = 10.0,
+    save_minutes: Annotated[float, typer.Option(rich_help_panel=RUN)] = 5.0,
+    log_steps: Annotated[int, typer.Option(min=1, rich_help_panel=RUN)] = 10,
+    held_out: Annotated[
+        float, typer.Option(min=0, max=90, rich_help_panel=RUN, help="Percent for validation.")
+    ] = 3.0,
+    max_len: Annotated[
+        int, typer.Option(min=2, rich_help_panel=RUN, help="Longer rows are left out.")
+    ] = 2048,
+    cache: Annotated[
+        bool, typer.Option(rich_help_panel=RUN, help="Keep the target's features on disk.")
+    ] = True,
+    seed: Annotated[int, typer.Option(rich_help_panel=RUN)] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try a few steps, show sizes and speed, and leave.")
+    ] = False,
+) -> None:
+    """Train a drafter; the same command continues a run that was interrupted."""
+    from dataclasses import replace
+
+    from draftwood.cli.options import quiet_libraries
+    from draftwood.cli.threads import choose_threads
+    from draftwood.train.loss import LossConfig
+    from draftwood.train.measure import dry_run as try_steps
+    from draftwood.train.recipe import Recipe
+    from draftwood.train.run import DataUse, train_drafter
+    from draftwood.train.shards import load_rows
+    from draftwood.train.trainer import TrainConfig
+
+    if max_minutes is None and max_steps is None and not dry_run:
+        raise typer.BadParameter("a run needs an end: give --max-minutes or --max-steps")
+    own_layers, own_taps = integers(layers, "--layers"), taps and integers(taps, "--taps")
+    config = TrainConfig(
+        learning_rate=learning_rate, warmup_steps=warmup_steps, max_steps=max_steps,
+        max_minutes=max_minutes, blocks=blocks, blocks_per_response=min(64, blocks),
+        accumulate=accumulate, head_negatives=head_negatives,
+        train_head=train_head, ema_decay=ema, eval_minutes=eval_minutes,
+        save_minutes=save_minutes, log_steps=log_steps, seed=seed,
+        loss=LossConfig(gamma=gamma, distill=distill),
+    )  # fmt: skip
+    if not dry_run:
+        config.schedule()
+    use = DataUse(held_out_percent=held_out, max_len=max_len, cache_features=cache)
+    quiet_libraries()
+    choose_threads()
+    rows = [row for path in data for row in load_rows(path)]
+    accelerator = _accelerator(device)
+    model = _load(target, dtype, device if accelerator is None else str(accelerator.device))
+    recipe = Recipe(
+        mask_token_id=_mask_token(model, mask_token, rows), layers=own_layers,
+        taps=own_taps or None, block_size=block_size, warm=warm, seed=seed,
+        draft_vocab_size=draft_vocab if 0 < draft_vocab < model.vocab_size else None,
+    )  # fmt: skip
+    if recipe.draft_vocab_size is None:  # the head is the target's, all of it
+        config = replace(config, head_negatives=0)
+    if accelerator is None or accelerator.is_main_process:
+        note(_data_line(rows, model, recipe))
+    where: dict[str, Any] = {"use": use, "device": model.device, "accelerator": accelerator}
+    if dry_run:
+        _show_plan(*try_steps(model.model, rows, recipe, config, **where))
+        return
+    found = train_drafter(model.model, rows, out, recipe, config, **where, on_record=show_record)
+    if accelerator is None or accelerator.is_main_process:
+        from rich.console import Console
+
+        from draftwood.cli.eval_drafter import tau_table
+
+        if found:
+            Console(highlight=False).print(tau_table(found))
+        typer.echo(str(out / "draft"))
+
+
+def integers(text: str, option: str) -> tuple[int, ...]:
+    """Comma-separated numbers; anything else is a usage error."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected numbers like 0,-1, got {text!r}", param_hint=option
+        ) from None
+
+
+def _load(name: str, dtype: str, device: str) -> Target:
+    from draftwood.target.load import load_target
+
+    return load_target(name, dtype=dtype, device=device)
+
+
+def _accelerator(device: str) -> Any:
+    """One for several processes (``accelerate launch``) or a GPU; None otherwise."""
+    import torch
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if not several and not on_gpu:
+        return None
+    from datetime import timedelta
+
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # The first process computes the features while the others wait.
+    patient = InitProcessGroupKwargs(timeout=timedelta(hours=24))
+    precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
+    return Accelerator(cpu=not on_gpu, mixed_precision=precision, kwargs_handlers=[patient])
+
+
+def _mask_token(target: Target, given: str | None, rows: list[ResponseRow]) -> int:
+    """The id of a token given by id or text, or one that is never used."""
+    from draftwood.train.run import unused_token
+
+    tokenizer = target.tokenizer
+    if given is None:
+        if tokenizer is None:
+            raise ValueError("the target has no tokenizer; name the mask token with --mask-token")
+        return unused_token(tokenizer, target.vocab_size, rows)
+    if given.isdecimal() and int(given) < target.vocab_size:
+        return int(given)
+    ids = tokenizer.get_vocab() if tokenizer is not None else {}
+    if given not in ids:
+        raise typer.BadParameter(f"{given!r} is no token of the target", param_hint="--mask-token")
+    return int(ids[given])
+
+
+def _data_line(rows: list[ResponseRow], target: Target, recipe: Recipe) -> str:
+    tokens = sum(len(row.token_ids) - row.response_start for row in rows)
+    mask = recipe.mask_token_id
+    name = target.tokenizer.convert_ids_to_tokens(mask) if target.tokenizer is not None else None
+    return f"{len(rows)} replies, {tokens:,} tokens · mask token {mask} {name or ''}".rstrip()
+
+
+def show_record(kind: str, step: int, values: dict[str, Any]) -> None:
+    """One line per log record, as it comes."""
+    if kind == "start":
+        note(f"{values['responses']} replies to train on, from step {step}")
+    elif kind == "train":
+        note(
+            f"step {step} · {values['elapsed_s'] / 60:.1f} min · loss {values['loss']:.3f} · "
+            f"first token {values['first_accuracy']:.2f} · {values['positions_per_s']:,.0f} "
+            "positions/s"
+        )
+    elif kind == "eval":
+        taus = (f"{k.removeprefix('tau_')} {v:.2f}" for k, v in values.items() if "tau_" in k)
+        note(f"step {step} · held out, τ: {', '.join(taus)}")
+
+
+def _show_plan(network: DraftNetwork, figures: dict[str, float]) -> None:
+    """Shapes and figures of a dry run on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shapes, facts = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    for name, weight in network.named_parameters():
+        frozen = "" if weight.requires_grad else "frozen"
+        shapes.add_row(name, " × ".join(map(str, weight.shape)), frozen)
+    for name, value in _facts(figures).items():
+        facts.add_row(name, value)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(shapes)
+    console.print()
+    console.print(facts)
+
+
+def _facts(figures: dict[str, float]) -> dict[str, str]:
+    found = {
+        "parameters": f"{figures['parameters']:,.0f}, trained {figures['trained_parameters']:,.0f}",
+        "drafter on disk": f"{figures['saved_bytes'] / 1e6:,.1f} MB",
+        "weights and optimizer": f"{figures['training_bytes'] / 1e6:,.1f} MB",
+        "feature cache": f"{figures['feature_bytes'] / 1e9:,.2f} GB",
+        "computing features": f"{figures['target_tokens_per_s']:,.0f} tokens/s",
+        "step": f"{figures['step_s']:.2f} s, about {figures['flops_per_step'] / 1e9:,.1f} GFLOP",
+        "training": f"{figures['positions_per_s']:,.0f} response tokens/s",
+    }
+    if "peak_bytes" in figures:
+        found["peak of the GPU"] = f"{figures['peak_bytes'] / 1e9:,.1f} GB"
+    return found

@@ -1,0 +1,120 @@
+"""What a run would cost, and what a drafter achieves without running the decode loop."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftwood.draft.checkpoint import check_compatible, load_draft
+from draftwood.draft.network import DraftNetwork
+from draftwood.train.evaluate import BUDGETS, Acceptance, evaluate
+from draftwood.train.features import is_held_out
+from draftwood.train.recipe import Recipe, describe
+from draftwood.train.run import DataUse, prepare
+from draftwood.train.target_side import ResponseRow, run_target, split_rows
+from draftwood.train.trainer import TrainConfig
+
+
+def dry_run(
+    model: nn.Module,
+    rows: Sequence[ResponseRow],
+    recipe: Recipe,
+    config: TrainConfig,
+    *,
+    use: DataUse | None = None,
+    device: torch.device | str = "cpu",
+    accelerator: Any = None,
+    num_steps: int = 3,
+) -> tuple[DraftNetwork, dict[str, float]]:
+    """A few real steps on a few rows in a temporary folder.
+
+    Returns:
+        The network (with shapes and configuration), and figures: those of ``recipe.describe``,
+        ``step_s``, ``positions_per_s`` (response tokens asked for), ``feature_bytes`` of all
+        rows on disk, ``target_tokens_per_s`` of computing them, and on a GPU ``peak_bytes``.
+    """
+    use = use or DataUse()
+    kept = [row for row in rows if len(row.token_ids) <= use.max_len]
+    some = split_rows(kept, use.held_out_percent)[0]
+    some = some[: config.accumulate * max(8, 2 * config.blocks // config.blocks_per_response)]
+    num_tokens = sum(len(row.token_ids) for row in kept)
+    short = replace(config, max_steps=num_steps, max_minutes=None, warmup_steps=1)
+    few = replace(use, cache_features=True, held_out_percent=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        trainer = prepare(
+            model, some, Path(folder), recipe, short,
+            use=few, device=device, accelerator=accelerator,
+        )  # fmt: skip
+        target_s = time.perf_counter() - begin
+        trainer.step()  # warms up
+        begin, before = time.perf_counter(), trainer.progress.positions
+        for _ in range(num_steps - 1):
+            trainer.step()
+        seconds = time.perf_counter() - begin
+        if trainer.log is not None:
+            trainer.log.close()
+    network = trainer.network
+    columns = network.config.head_size
+    if config.head_negatives:
+        columns = min(columns, 2 * config.head_negatives)
+    taps = len(network.config.target_layer_ids)
+    width = 2 * taps * network.config.target_hidden_size + 4 + 6 * use.top_k
+    figures = {
+        **describe(network, config.blocks * config.accumulate, columns),
+        "step_s": seconds / (num_steps - 1),
+        "positions_per_s": (trainer.progress.positions - before) / seconds,
+        "feature_bytes": float(width * num_tokens) if use.cache_features else 0.0,
+        "target_tokens_per_s": sum(len(row.token_ids) for row in some) / target_s,
+    }
+    if trainer.device.type == "cuda":
+        figures["peak_bytes"] = float(torch.cuda.max_memory_allocated(trainer.device))
+    return network, figures
+
+
+def evaluate_drafter(
+    drafter: str | os.PathLike[str],
+    target: Any,
+    rows: Iterable[ResponseRow],
+    *,
+    budgets: Sequence[int] = BUDGETS,
+    held_out_percent: float | None = None,
+) -> dict[str, Acceptance]:
+    """Offline acceptance of a saved drafter on the target's (greedy) replies, by domain.
+
+    Args:
+        drafter: folder or hub id.
+        target: a ``draftwood.target.model.Target``; it is run over every row.
+        rows: replies; only their tokens matter.
+        budgets: tree budgets; 0 is the chain.
+        held_out_percent: use only the rows that a run with this percentage held out.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or there is no row.
+    """
+    config, network = load_draft(drafter, device=target.device)
+    check_compatible(
+        config,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+    )
+    network.borrow(target.input_embeddings(), target.output_embeddings())
+    taps = config.target_layer_ids
+    examples = (
+        run_target(target.model, row, taps, 0)
+        for row in rows
+        if held_out_percent is None or is_held_out(row.prompt_key, held_out_percent)
+    )
+    found = evaluate(network, examples, budgets)
+    if not found:
+        raise ValueError("there is no reply to evaluate on; check the data folder and the split")
+    return found
