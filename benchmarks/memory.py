@@ -2,9 +2,9 @@
 
 Decodes thousands of tokens with draft trees and counts, operation by operation, the bytes that
 every cycle copies: all tensor operations that move data without computing with it. A loop that
-copied its context every cycle would show the size of the context there. What does grow is the
-attention mask, a few bytes per context token and tree row. Cycles in which a buffer doubles are
-listed by themselves.
+copied its context every cycle would show the size of the context there. Attention masks, four bytes
+per context token and tree row, are counted by themselves, and so are the cycles in which a buffer
+doubles ("largest").
 
     python benchmarks/memory.py                                   # a small random model
     python benchmarks/memory.py --target demo --drafter lookup    # SmolLM2
@@ -13,16 +13,14 @@ listed by themselves.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from common import encode_prompts, machine, named_drafter, save
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftwood.bench.copies import CopyCounter
 from draftwood.draft.base import Drafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.engine import Engine
@@ -31,27 +29,6 @@ from draftwood.target.load import load_target
 from draftwood.target.model import Target
 from draftwood.tree.budget import parse_budget
 
-COPIES = {
-    "copy_", "_to_copy", "clone", "contiguous", "cat", "stack", "index", "index_select", "gather",
-    "repeat", "repeat_interleave", "constant_pad_nd", "take", "masked_fill", "masked_fill_",
-}  # fmt: skip
-
-
-class CopyCounter(TorchDispatchMode):
-    """Bytes written by operations that only move data, in the result's own size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in COPIES and isinstance(out, torch.Tensor):
-            self.num_bytes += out.nbytes
-        return out
-
 
 @dataclass(frozen=True)
 class Cycle:
@@ -59,6 +36,7 @@ class Cycle:
 
     context_len: int
     copied: int
+    masked: int
     target_held: int
     drafter_held: int
     resident: int
@@ -75,6 +53,7 @@ class Row:
     drafter_holds: int
     copied_per_cycle: int
     copied_when_growing: int
+    masks: int
     resident: int
 
 
@@ -89,7 +68,7 @@ def decode(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Cy
         if engine._running:
             held = engine._running[0].cache.num_bytes
             drafted = _drafter_bytes(engine.drafter)
-            cycles.append(Cycle(before, counter.num_bytes, held, drafted, _resident()))
+            cycles.append(Cycle(before, counter.moved, counter.masked, held, drafted, _resident()))
     return cycles[1:]  # the first one took in the prompt
 
 
@@ -109,6 +88,7 @@ def summarise(cycles: list[Cycle], marks: list[int], target: int, drafter: int) 
                 last.drafter_held,
                 int(np.median([c.copied for c in near])),
                 max(c.copied for c in grows),
+                int(np.median([c.masked for c in near])),
                 last.resident,
             )
         )
@@ -116,15 +96,15 @@ def summarise(cycles: list[Cycle], marks: list[int], target: int, drafter: int) 
 
 
 def show(rows: list[Row]) -> None:
-    print("context   target K/V MB     drafter K/V MB    copied per cycle, MB    resident")
-    print(" tokens   needs   holds     needs   holds     median   largest           MB")
+    print("context   target K/V MB     drafter K/V MB   copied per cycle, MB           resident")
+    print(" tokens   needs   holds     needs   holds    median  largest    masks           MB")
     for row in rows:
         mb = {name: value / 1e6 for name, value in asdict(row).items()}
         print(
             f"{row.context_len:7} {mb['target_needs']:7.2f} {mb['target_holds']:7.2f}   "
             f"{mb['drafter_needs']:7.2f} {mb['drafter_holds']:7.2f}   "
-            f"{mb['copied_per_cycle']:8.3f} {mb['copied_when_growing']:9.3f}   "
-            f"{mb['resident']:10.1f}"
+            f"{mb['copied_per_cycle']:7.3f} {mb['copied_when_growing']:8.3f} {mb['masks']:8.3f} "
+            f"{mb['resident']:12.1f}"
         )
 
 
