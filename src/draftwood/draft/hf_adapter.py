@@ -64,17 +64,18 @@ class DFlashAssistant(nn.Module):
                 "which transformers hands out only the normed output; use draftwood.load instead"
             )
         self.network = network
-        self.config = DFlashAssistantConfig(
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            target_layer_ids=list(config.target_layer_ids),
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
+        settings: dict[str, Any] = {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+        }
+        self.config = DFlashAssistantConfig(**settings)
 
     @classmethod
     def from_pretrained(
@@ -134,7 +135,7 @@ class DFlashAssistant(nn.Module):
         hidden = torch.cat([torch.zeros_like(hidden[:, :1]), hidden], dim=1)
         if self.network.lm_head is not None:
             hidden = DraftRows.of(hidden, self._target_logits)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=None)
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     def _target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The drafter's logits as columns of the target's vocabulary, −inf where it has none."""
