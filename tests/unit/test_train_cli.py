@@ -117,6 +117,13 @@ def test_data_samples_and_refuses_to_mix_settings(target: Path, tmp_path: Path) 
     assert "temperature 0" in fails(*command, "--jsonl", file, "--samples", 2)
 
 
+def test_synthesised_prompts_are_kept_for_a_continued_run(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    prompts(tmp_path / "prompts" / "synthesised-3-7.jsonl", 3)
+    passes("data", "-t", target, "--out", tmp_path, "-n", 4, "--synthesise", 3, "--seed", 7)
+    assert len(train.load_rows(tmp_path)) == 3
+
+
 def test_data_needs_prompts(target: Path, tmp_path: Path) -> None:
     assert invoke("data", "--target", target, "--out", tmp_path / "r").exit_code == 2
     bad = tmp_path / "bad.jsonl"

@@ -140,6 +140,8 @@ def train(
     choose_threads()
     rows = [row for path in data for row in load_rows(path)]
     accelerator = _accelerator(device)
+    if dry_run and accelerator is not None and accelerator.num_processes > 1:
+        raise typer.BadParameter("--dry-run is for one process; run it without accelerate launch")
     model = _load(target, dtype, device if accelerator is None else str(accelerator.device))
     recipe = Recipe(
         mask_token_id=_mask_token(model, mask_token, rows), layers=own_layers,
@@ -261,7 +263,7 @@ def _facts(figures: dict[str, float]) -> dict[str, str]:
         "parameters": f"{figures['parameters']:,.0f}, trained {figures['trained_parameters']:,.0f}",
         "drafter on disk": f"{figures['saved_bytes'] / 1e6:,.1f} MB",
         "weights and optimizer": f"{figures['training_bytes'] / 1e6:,.1f} MB",
-        "feature cache": f"{figures['feature_bytes'] / 1e9:,.2f} GB",
+        "feature cache": f"{figures['feature_bytes'] / 1e6:,.1f} MB",
         "computing features": f"{figures['target_tokens_per_s']:,.0f} tokens/s",
         "step": f"{figures['step_s']:.2f} s, about {figures['flops_per_step'] / 1e9:,.1f} GFLOP",
         "training": f"{figures['positions_per_s']:,.0f} response tokens/s",

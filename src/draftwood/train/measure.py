@@ -49,12 +49,10 @@ def dry_run(
     short = replace(config, max_steps=num_steps, max_minutes=None, warmup_steps=1)
     few = replace(use, cache_features=True, held_out_percent=0.0)
     with tempfile.TemporaryDirectory() as folder:
-        begin = time.perf_counter()
         trainer = prepare(
             model, some, Path(folder), recipe, short,
             use=few, device=device, accelerator=accelerator,
         )  # fmt: skip
-        target_s = time.perf_counter() - begin
         trainer.step()  # warms up
         begin, before = time.perf_counter(), trainer.progress.positions
         for _ in range(num_steps - 1):
@@ -63,6 +61,10 @@ def dry_run(
         if trainer.log is not None:
             trainer.log.close()
     network = trainer.network
+    begin = time.perf_counter()
+    for row in some:
+        run_target(model, row, network.config.target_layer_ids, use.top_k)
+    target_s = time.perf_counter() - begin
     columns = network.config.head_size
     if config.head_negatives:
         columns = min(columns, 2 * config.head_negatives)
