@@ -206,10 +206,12 @@ REFUSED = {
     "unknown layer": ({"layer_types": [FULL, "chunked_attention"]}, "chunked_attention"),
     "missing window": ({"layer_types": [FULL, SLIDING]}, "sliding_window"),
     "mask outside": (
-        {"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [1]}}, "mask_token_id"
+        {"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [1]}},
+        "mask_token_id",
     ),
     "tap twice": (
-        {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 1]}}, "target_layer_ids"
+        {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 1]}},
+        "target_layer_ids",
     ),
 }
 

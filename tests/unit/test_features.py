@@ -28,8 +28,13 @@ HIDDEN = 16
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        vocab_size=50,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
         initializer_range=0.5,
     )
     return LlamaForCausalLM(config).eval()

@@ -82,10 +82,14 @@ VARIANTS = {
     "full": {},
     "causal": {"is_causal": (True, True)},
     "sliding causal": {
-        "layer_types": (SLIDING, FULL), "sliding_window": 6, "is_causal": (True, False)
+        "layer_types": (SLIDING, FULL),
+        "sliding_window": 6,
+        "is_causal": (True, False),
     },
     "narrow bidirectional window": {
-        "layer_types": (SLIDING, SLIDING), "sliding_window": 3, "is_causal": (False, False)
+        "layer_types": (SLIDING, SLIDING),
+        "sliding_window": 3,
+        "is_causal": (False, False),
     },
     "bias": {"attention_bias": True},
 }
@@ -255,7 +259,10 @@ def test_rope_kinds() -> None:
         {"rope_type": "linear", "factor": 3.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
         {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     ],
@@ -266,7 +273,10 @@ def test_scaled_rope_agrees_with_transformers(parameters: dict[str, object]) -> 
 
     raw = {**parameters, "rope_theta": 5000.0}
     config = LlamaConfig(
-        hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=256,
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
         rope_parameters=raw,
     )
     module = LlamaRotaryEmbedding(config)

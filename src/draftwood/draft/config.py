@@ -246,9 +246,7 @@ def _need(raw: Mapping[str, Any], key: str) -> Any:
     return raw[key]
 
 
-def _taps(
-    raw: Mapping[str, Any], extra: Mapping[str, Any], speculators: bool
-) -> tuple[int, ...]:
+def _taps(raw: Mapping[str, Any], extra: Mapping[str, Any], speculators: bool) -> tuple[int, ...]:
     """Our 0-based taps; speculators counts hidden_states entries, where 0 is the embedding."""
     if speculators:
         ids = [int(i) for i in _need(raw, "aux_hidden_state_layer_ids")]

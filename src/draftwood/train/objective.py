@@ -96,9 +96,7 @@ class BlockObjective(nn.Module):
         terms = self._loss(hidden, batch, head)
         return terms.total, terms.weight, terms.correct, terms.counted
 
-    def _loss(
-        self, hidden: torch.Tensor, batch: BlockBatch, head: HeadSample | None
-    ) -> LossTerms:
+    def _loss(self, hidden: torch.Tensor, batch: BlockBatch, head: HeadSample | None) -> LossTerms:
         network = self.network
         if head is None:
             return block_loss(network.logits(hidden), batch, self.to_draft, self.config)

@@ -117,9 +117,7 @@ def warm_start(
     _copy_head(network, weights)
 
 
-def _copy_biases(
-    attention: Attention, weights: Mapping[str, torch.Tensor], prefix: str
-) -> None:
+def _copy_biases(attention: Attention, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
     """Projection biases, zero where the target has none."""
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         own = getattr(attention, name).bias
