@@ -122,9 +122,11 @@ COLUMNS = len(ROWS)
 
 def chosen(times: dict, max_copies: int, monkeypatch) -> tuple:
     table = [times[kernel] for kernel in (plain, transposed, onednn)]
-    monkeypatch.setattr(linear_module, "_measure", lambda *_: table)
+    monkeypatch.setattr(linear_module, "_measure", lambda *_: (table, True))
     weights = [Weights((torch.zeros(4, 4),))]
-    return choose_kernels(weights, (plain, transposed, onednn), max_copies)
+    kernels, is_worth_keeping = choose_kernels(weights, (plain, transposed, onednn), max_copies)
+    assert is_worth_keeping
+    return kernels
 
 
 def test_fastest_kernel_per_row_count(monkeypatch):
@@ -148,25 +150,52 @@ def test_a_copy_that_saves_little_is_not_made(monkeypatch):
 
 def test_measured_choice_is_one_of_the_candidates():
     weights = [Weights((torch.randn(40, 24), torch.randn(8, 24))) for _ in range(3)]
-    kernels = choose_kernels(weights, ALL, 2)
+    kernels, _ = choose_kernels(weights, ALL, 2)
     assert len(kernels) == COLUMNS
     assert set(kernels) <= set(ALL)
 
 
+@pytest.mark.parametrize("stall", [0.0, 5.0])
+def test_a_disturbed_measurement_is_neither_believed_nor_kept(stall, monkeypatch):
+    now, calls = [0.0], [0]
+
+    def clock():
+        now[0] += 1.0  # every pass takes one second
+        return now[0]
+
+    def slow(weights: Weights):
+        product = plain(weights)
+
+        def run(rows):
+            calls[0] += 1
+            now[0] += 1.0 + (stall if calls[0] % 3 else 0.0)  # one undisturbed repeat of three
+            return product(rows)
+
+        return run
+
+    monkeypatch.setattr(linear_module.time, "perf_counter", clock)
+    weights = [Weights((torch.zeros(4, 4),))]
+    kernels, is_worth_keeping = choose_kernels(weights, (plain, slow), 1)
+    assert is_worth_keeping == (stall == 0)
+    assert kernels == ((plain if stall == 0 else slow),) * COLUMNS
+
+
 def test_choices_are_kept():
     mixed = (ALL[-1],) + (plain,) * (COLUMNS - 1)
-    assert KernelChoices(ALL).get("shape", lambda: mixed) == mixed
+    assert KernelChoices(ALL).get("shape", lambda: (mixed, True)) == mixed
     assert KernelChoices(ALL).get("shape", pytest.fail) == mixed
     other = (plain,) * COLUMNS
-    assert KernelChoices(ALL).get("another shape", lambda: other) == other
-    assert KernelChoices(ALL[:2]).get("shape", lambda: other) == other
+    assert KernelChoices(ALL).get("unsure", lambda: (other, False)) == other
+    assert KernelChoices(ALL).get("unsure", lambda: (mixed, False)) == mixed
+    assert KernelChoices(ALL).get("another shape", lambda: (other, True)) == other
+    assert KernelChoices(ALL[:2]).get("shape", lambda: (other, True)) == other
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}'])
 def test_a_broken_file_of_choices_is_replaced(content, tmp_path):
     (tmp_path / FILE).write_text(content)
     kernels = (plain,) * COLUMNS
-    assert KernelChoices(ALL).get("shape", lambda: kernels) == kernels
+    assert KernelChoices(ALL).get("shape", lambda: (kernels, True)) == kernels
     assert KernelChoices(ALL).get("shape", pytest.fail) == kernels
     json.loads((tmp_path / FILE).read_text())
 
@@ -175,7 +204,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "file"))
     kernels = (plain,) * COLUMNS
-    assert KernelChoices(ALL).get("shape", lambda: kernels) == kernels
+    assert KernelChoices(ALL).get("shape", lambda: (kernels, True)) == kernels
 
 
 def test_without_onednn(monkeypatch):
@@ -217,10 +246,9 @@ def test_without_lean_layers():
     assert_close(verify(target), verify(Target(model, kernels=None)))
 
 
-def test_measured_in_a_model(tmp_path):
+def test_measured_in_a_model():
     model = small_model()
     target = Target(model, kernels=KernelConfig(ALL))
-    assert (tmp_path / FILE).is_file()
     assert_close(verify(target), verify(Target(model, kernels=None)))
 
 
@@ -231,7 +259,7 @@ def test_copies_stop_where_memory_ends(monkeypatch):
     monkeypatch.setattr(
         kernels_module,
         "choose_kernels",
-        lambda _w, known, copies: (known[min(copies, 1)],) * COLUMNS,
+        lambda _w, known, copies: ((known[min(copies, 1)],) * COLUMNS, False),
     )
     kernels = Target(model, kernels=KernelConfig(ALL, memory_share=1.0)).kernels
     assert 0 < kernels.copied_bytes <= 30_000

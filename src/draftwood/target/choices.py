@@ -29,12 +29,16 @@ class KernelChoices:
             f"{torch.get_num_threads()} threads", *sorted(self._by_name), f"rows {ROWS}",
         ])  # fmt: skip
 
-    def get(self, key: str, measure: Callable[[], tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
-        """The kernels stored under ``key``; measured and stored if there are none."""
+    def get(
+        self, key: str, measure: Callable[[], tuple[tuple[Kernel, ...], bool]]
+    ) -> tuple[Kernel, ...]:
+        """The kernels stored under ``key``; else what ``measure`` says, stored if it says so."""
         names = self._read().get(self._setting, {}).get(key)
         if isinstance(names, list) and len(names) == len(ROWS) and set(names) <= set(self._by_name):
             return tuple(self._by_name[name] for name in names)
-        kernels = measure()
+        kernels, is_worth_keeping = measure()
+        if not is_worth_keeping:
+            return kernels
         content = self._read()
         content.setdefault(self._setting, {})[key] = [kernel.__name__ for kernel in kernels]
         # A cache that cannot be written only costs the next load a second.

@@ -23,6 +23,8 @@ ROW_BOUNDS = (1, 5, 12, 24)
 # Weights that one timed pass reads, if there are as many: more than stays in a cache.
 COLD_BYTES = 32 * 2**20
 REPEATS = 3
+# Where the two best repeats differ by more, something else was running and the times mean nothing.
+MAX_SPREAD = 1.25
 # A copy of the weights must save this share of the time, averaged over ROWS.
 MIN_GAIN = 0.05
 
@@ -138,30 +140,39 @@ class FastLinear:
 
 def choose_kernels(
     same_shape: Sequence[Weights], candidates: Sequence[Kernel], max_copies: int
-) -> tuple[Kernel, ...]:
-    """The kernel for each entry of ROWS, by measurement.
+) -> tuple[tuple[Kernel, ...], bool]:
+    """The kernel for each entry of ROWS, and whether that is worth keeping for the next load.
+
+    Measured; where the measurement was disturbed, the last candidate throughout.
 
     Args:
         same_shape: the weights that will use the choice; some of them are measured.
-        candidates: the first is the one without a copy.
+        candidates: the first is the one without a copy, the last the one that is best as a rule.
         max_copies: how many copies of the weights may be held.
     """
     if max_copies < 1 or len(candidates) == 1:
-        return (candidates[0],) * len(ROWS)
+        return (candidates[0],) * len(ROWS), True
     sample: list[Weights] = []
     for weights in same_shape:
         if sum(w.num_bytes for w in sample) < COLD_BYTES:
             sample.append(weights)
-    return _pick(_measure(sample, candidates), candidates, max_copies)
+    seconds, is_steady = _measure(sample, candidates)
+    if not is_steady:
+        return (candidates[-1],) * len(ROWS), False
+    return _pick(seconds, candidates, max_copies), True
 
 
 @torch.no_grad()
-def _measure(sample: Sequence[Weights], candidates: Sequence[Kernel]) -> list[list[float]]:
-    """[kernel][entry of ROWS] seconds of one pass over the sample, the least of a few."""
+def _measure(
+    sample: Sequence[Weights], candidates: Sequence[Kernel]
+) -> tuple[list[list[float]], bool]:
+    """[kernel][entry of ROWS] seconds of one pass over the sample, and whether they repeat."""
     products = [[kernel(weights) for weights in sample] for kernel in candidates]
     seconds = [[float("inf")] * len(ROWS) for _ in candidates]
+    spread = 1.0
     for column, num_rows in enumerate(ROWS):
         rows = torch.ones(num_rows, sample[0].in_features)
+        times: list[list[float]] = [[] for _ in candidates]
         for _ in range(REPEATS):
             for index, kernel in enumerate(candidates):
                 if kernel is transposed and num_rows > 1:
@@ -169,9 +180,13 @@ def _measure(sample: Sequence[Weights], candidates: Sequence[Kernel]) -> list[li
                 start = time.perf_counter()
                 for product in products[index]:
                     product(rows)
-                elapsed = time.perf_counter() - start
-                seconds[index][column] = min(seconds[index][column], elapsed)
-    return seconds
+                times[index].append(time.perf_counter() - start)
+        for index, repeats in enumerate(times):
+            if repeats:
+                least, second = sorted(repeats)[:2]
+                seconds[index][column] = least
+                spread = max(spread, second / least)
+    return seconds, spread <= MAX_SPREAD
 
 
 def _pick(
