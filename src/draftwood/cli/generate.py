@@ -64,9 +64,9 @@ def generate(
     with contextlib.ExitStack() as stack:
         engine = open_engine(target, drafter, budget, dtype=dtype, device=device)
         if trace is not None:
-            from draftwood.trace import TraceWriter
+            from draftwood.trace import tracing
 
-            engine.on_cycle = stack.enter_context(TraceWriter(trace, engine.target, prompt=text))
+            stack.enter_context(tracing(engine, trace, prompt=text))
         stopped = stack.enter_context(interruptible())
         seq_id = engine.add(text, params, raw=raw)
         output = run_reply(engine, seq_id, (lambda _text: None) if as_json else write, stopped)
