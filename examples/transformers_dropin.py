@@ -3,7 +3,6 @@
 import torch
 
 import draftwood as dw
-from draftwood.draft.lookup import LookupDrafter
 
 target = dw.load("demo").target
 model, tokenizer = target.model, target.tokenizer  # any AutoModelForCausalLM and its tokenizer
@@ -17,7 +16,7 @@ inputs = tokenizer.apply_chat_template(
 settings = {"max_new_tokens": 48, "do_sample": False}
 
 plain = model.generate(**inputs, **settings)
-decode = dw.custom_generate(LookupDrafter(), budget=8)  # keep it: it learns from call to call
+decode = dw.custom_generate("lookup", budget=8)  # keep it: it learns from call to call
 fast = model.generate(**inputs, **settings, custom_generate=decode)
 
 print(tokenizer.decode(fast[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

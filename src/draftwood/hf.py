@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from draftwood.draft.base import Drafter
+from draftwood.draft.load import load_drafter
 from draftwood.engine import Engine
 from draftwood.errors import DraftwoodError
 from draftwood.hf_request import Request, read_request
@@ -37,12 +38,13 @@ class Streamer(Protocol):
 class _Learned:
     """What one call leaves to the next on the same model."""
 
+    drafter: Drafter
     policy: BudgetPolicy
     latency: LatencyModel
 
 
 def custom_generate(
-    drafter: Drafter | None,
+    drafter: str | Drafter | None = "auto",
     *,
     budget: str | int | BudgetPolicy = "auto",
     streamer: Streamer | None = None,
@@ -66,15 +68,17 @@ def custom_generate(
     when it is given a callable: pass the first two here.
 
     Args:
-        drafter: what proposes; None decodes plainly. One callable serves one call at a time.
+        drafter: what proposes: a name as for ``draftwood.load``, resolved at the first call with a
+            model, or a drafter; None decodes plainly. One callable serves one call at a time.
         budget: drafted nodes per cycle: ``"auto"``, ``"chain"``, ``"off"``, a number, or a policy.
         streamer: receives the prompt and then every token, as from ``generate``.
         tokenizer: needed for ``stop_strings`` only.
 
     Raises:
-        ValueError: a wrong budget; in the call: a model that cannot be decoded exactly, and options
-            of ``generate`` that cannot be honoured (beams, guidance, assistants, scores and other
-            extra outputs, a cache or embeddings as input, padding that is not on the left).
+        ValueError: a wrong budget; in the call: an unknown drafter, a model that cannot be decoded
+            exactly, and options of ``generate`` that cannot be honoured (beams, guidance,
+            assistants, scores and other extra outputs, a cache or embeddings as input, padding
+            that is not on the left).
         DraftwoodError: in the call: NaN logits, or every token forbidden.
     """
     parse_budget(budget)
@@ -99,13 +103,13 @@ def custom_generate(
             target = Target(model, probe=known is None)
             engine = Engine(
                 target,
-                drafter,
+                known.drafter if known is not None else load_drafter(drafter, target),
                 known.policy if known is not None else parse_budget(budget),
                 latency=known.latency if known is not None else None,
                 max_batch=len(request.prompts),
                 prefill_chunk_len=generation_config.prefill_chunk_size or DEFAULT_CHUNK_LEN,
             )
-            learned[model] = _Learned(engine.policy, engine.latency)
+            learned[model] = _Learned(engine.drafter, engine.policy, engine.latency)
             columns = _run(engine, request, streamer)
         sequences = torch.cat([input_ids, columns.to(input_ids.device)], dim=1)
         if generation_config.return_dict_in_generate:

@@ -351,6 +351,17 @@ def test_wrong_budget_is_refused_at_once():
         custom_generate(None, budget="many")
 
 
+def test_a_drafter_is_named_as_for_load(model):
+    ids = torch.tensor([[5, 6, 5, 6, 5, 6]])
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
+    named = custom_generate("lookup", budget=4)
+    got = model.generate(ids, max_new_tokens=6, do_sample=False, custom_generate=named)
+    assert torch.equal(plain, got)
+    unknown = custom_generate("no such drafter")
+    with pytest.raises(ValueError, match="no drafter 'no such drafter'"):
+        model.generate(ids, max_new_tokens=6, custom_generate=unknown)
+
+
 def test_missing_padding_token_is_refused(model):
     options = {"max_new_tokens": 3, "custom_generate": custom_generate(None)}
     criteria = hf.StoppingCriteriaList([EndsOn([1, 2])])
@@ -421,9 +432,10 @@ def test_forbidding_everything_is_an_error(model, failing):
         )  # fmt: skip
 
 
-def test_the_model_is_not_kept_alive():
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_the_model_is_not_kept_alive(drafter):
     model = tiny_model("llama")
-    method = custom_generate(None)
+    method = custom_generate(drafter)
     model.generate(torch.tensor([[5]]), max_new_tokens=2, custom_generate=method)
     alive = weakref.ref(model)
     del model
