@@ -61,11 +61,16 @@ def _checked(drafter: Drafter) -> Drafter:
 
 
 def _shipped(target: Target) -> Drafter | None:
-    """The drafter inside the package that was made for a target of this shape, if any."""
+    folder = shipped_folder(target)
+    return None if folder is None else _block_diffusion(str(folder), target, None)
+
+
+def shipped_folder(target: Target) -> Path | None:
+    """Folder of the drafter inside the package that was made for a target of this shape, if any."""
     for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):
-        config, network = load_draft(folder, dtype=target.dtype, device=target.device)
+        config, _ = load_draft(folder, dtype=target.dtype)
         if _fits(config, target):
-            return BlockDiffusionDrafter(network, target)
+            return folder
     return None
 
 
