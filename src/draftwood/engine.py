@@ -11,7 +11,6 @@ import torch
 
 from draftwood.commit import accept, commit
 from draftwood.draft.base import DraftContext, Drafter, DraftLimits, NullDrafter
-from draftwood.draft.surrogate import Surrogate
 from draftwood.drive import generate, stream
 from draftwood.records import CycleRecord, CycleStats, Output, StepEvent
 from draftwood.request import Prompt, new_sequence
@@ -35,8 +34,6 @@ class Engine:
         drafter: what proposes; None decodes plainly.
         policy: how many nodes to verify per cycle; None is plain decoding.
         latency: the latency model the policy consults, and that every cycle refits.
-        surrogate: calibrates the drafter's scores and learns from every cycle; None takes the
-            scores as they are.
         max_batch: sequences decoded together; more wait in order of arrival.
         prefill_chunk_len: prompt tokens one sequence takes in per cycle.
         on_cycle: called with the full record of every cycle (traces, recordings).
@@ -49,7 +46,6 @@ class Engine:
         policy: BudgetPolicy | None = None,
         *,
         latency: LatencyModel | None = None,
-        surrogate: Surrogate | None = None,
         max_batch: int = 16,
         prefill_chunk_len: int = 512,
         on_cycle: Callable[[CycleRecord], None] | None = None,
@@ -62,7 +58,6 @@ class Engine:
         self.drafter: Drafter = drafter if drafter is not None else NullDrafter()
         self.policy: BudgetPolicy = policy if policy is not None else Off()
         self.latency: LatencyModel = latency if latency is not None else OnlineLatency()
-        self.surrogate = surrogate
         self.max_batch = max_batch
         self.prefill_chunk_len = prefill_chunk_len
         self.on_cycle = on_cycle
@@ -104,7 +99,6 @@ class Engine:
         record = CycleRecord(
             [seq.seq_id for seq in seqs], decoding, drafted, tree, scored, budgets, verdicts,
             [len(tokens) for tokens in emitted], lens, watch.seconds(),
-            getattr(self.policy, "why", "") if decoding else "",
         )  # fmt: skip
         self._learn(seqs, record)
         return [self._event(*row) for row in zip(seqs, emitted, texts, strict=True)]
@@ -117,9 +111,6 @@ class Engine:
             scored = ScoredPrefixes.empty(len(contexts))
             return False, scored, scored.counts
         scored = self.drafter.propose(contexts, DraftLimits(max_nodes, max_width))
-        if self.surrogate is not None:
-            sampled = [context.sampler.noise is not None for context in contexts]
-            scored = self.surrogate.calibrated(scored, sampled)
         return True, scored, self.policy.choose(scored, state, self.latency)
 
     def _plant(
@@ -163,21 +154,14 @@ class Engine:
             )
             seq.cycles.append(stats)
         if len(rows) == len(seqs):
-            # On a CPU the head runs once per token drawn, elsewhere with the pass on all rows.
-            per_token_s = seconds.walk_s if self.target.device.type == "cpu" else 0.0
             self.latency.observe(
                 width=len(tree),
                 context_len=sum(record.context_lens) / len(seqs),
                 num_seqs=len(seqs),
-                verify_s=seconds.verify_s + seconds.walk_s - per_token_s,
+                verify_s=seconds.verify_s + seconds.walk_s,
                 draft_s=seconds.draft_s if record.drafted else None,
                 other_s=seconds.commit_s + seconds.other_s,
-                walk_s=per_token_s,
-                num_tokens=sum(len(verdict.picks) for verdict in record.verdicts),
             )
-        if record.drafted and self.surrogate is not None:
-            verdicts = [record.verdicts[i] for i in record.decoding]
-            self.surrogate.learn([[pick.token_id for pick in v.picks] for v in verdicts])
         if record.drafted:
             accepted = [
                 (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist()
