@@ -5,7 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What draftwood measures and learns stays inside a test; real models come from the cache."""
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "draftwood-cache"))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter
+from draftwood.draft.surrogate import Surrogate
+from draftwood.draft.surrogate_store import keep_at_end, stored_surrogate
 from draftwood.engine import Engine
 from draftwood.target.load import load_target
+from draftwood.target.measure import calibrated
 from draftwood.target.model import Target
-from draftwood.tree.budget import BudgetPolicy, parse_budget
+from draftwood.target.shape import model_shape
+from draftwood.tree.budget import BudgetPolicy, is_constant, parse_budget
+from draftwood.tree.latency import OnlineLatency
+from draftwood.tree.roofline import Roofline, fit_roofline
 
 
 def load(
@@ -19,6 +26,7 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    calibrate: bool = True,
     **engine_options: Any,
 ) -> Engine:
     """Load a target and a drafter and put an engine on them.
@@ -28,14 +36,42 @@ def load(
         drafter: ``"auto"`` (the drafter shipped for this target, else prompt lookup), ``"lookup"``,
             ``"none"``/None, a DFlash checkpoint or a smaller causal LM (folder or hub id), or a
             Drafter.
-        budget: drafted nodes per cycle: ``"auto"``, ``"chain"``, ``"off"``, a number, or a policy.
+        budget: drafted nodes per cycle: ``"auto"``, ``"chain"``, ``"off"``, a number, ``"convex"``
+            and ``"roofline"`` (CaDDTree's and BASTION's rules), or a policy.
         dtype: ``"auto"`` (the checkpoint's; float32 on CPU), ``"float32"``, ``"bfloat16"``, …
         device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda:1"``, …
-        engine_options: passed to ``Engine`` (``max_batch``, ``prefill_chunk_len``, ``on_cycle``).
+        calibrate: with a budget that adapts, measure the target for up to a few seconds unless
+            that was done before on this machine, and use and keep what is learned about the
+            drafter's probabilities. False: start from nothing and leave nothing behind.
+        engine_options: passed to ``Engine`` (``max_batch``, ``prefill_chunk_len``, ``on_cycle``;
+            ``latency`` and ``surrogate`` replace what is measured and learned).
 
     Raises:
         ValueError: a name that cannot be loaded, or a target and drafter that do not fit.
     """
-    policy = parse_budget(budget)
+    constant = is_constant(budget)  # a malformed budget fails before anything is loaded
     model = load_target(target, dtype=dtype, device=device) if isinstance(target, str) else target
-    return Engine(model, load_drafter(drafter, model), policy, **engine_options)
+    proposer = load_drafter(drafter, model)
+    adapts = proposer.horizon > 0 and not constant
+    options: dict[str, Any] = {}
+    if adapts:
+        by_name = isinstance(drafter, str) and calibrate
+        options["surrogate"] = stored_surrogate(str(drafter), model) if by_name else Surrogate()
+        if calibrate:
+            options["latency"] = OnlineLatency(calibrated(model, proposer.taps))
+    policy = parse_budget(budget, lambda: fitted_roofline(model, proposer.taps))
+    engine = Engine(model, proposer, policy, **{**options, **engine_options})
+    if engine.surrogate is not None:
+        keep_at_end(engine, engine.surrogate)
+    return engine
+
+
+def fitted_roofline(target: Target, taps: Sequence[int] = ()) -> Roofline:
+    """BASTION's policy for a target, fitted to its measured passes.
+
+    Raises:
+        ValueError: the target's configuration does not say what a roofline needs.
+    """
+    shape, curve = model_shape(target), calibrated(target, taps)
+    contexts = [float(curve.context_len)] * len(curve.widths)
+    return Roofline(fit_roofline(shape, curve.widths, contexts, curve.seconds))

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from draftwood.commit import accept, commit
-from draftwood.draft.base import DraftContext, Drafter, DraftLimits, NullDrafter
+from draftwood.draft.base import (
+    AheadStats,
+    DraftContext,
+    Drafter,
+    DraftLimits,
+    NullDrafter,
+    Prefetching,
+)
+from draftwood.draft.surrogate import Surrogate
 from draftwood.drive import generate, stream
 from draftwood.records import CycleRecord, CycleStats, Output, StepEvent
 from draftwood.request import Prompt, new_sequence
@@ -34,6 +42,8 @@ class Engine:
         drafter: what proposes; None decodes plainly.
         policy: how many nodes to verify per cycle; None is plain decoding.
         latency: the latency model the policy consults, and that every cycle refits.
+        surrogate: calibrates the drafter's scores and learns from every cycle; None takes the
+            scores as they are.
         max_batch: sequences decoded together; more wait in order of arrival.
         prefill_chunk_len: prompt tokens one sequence takes in per cycle.
         on_cycle: called with the full record of every cycle (traces, recordings).
@@ -46,6 +56,7 @@ class Engine:
         policy: BudgetPolicy | None = None,
         *,
         latency: LatencyModel | None = None,
+        surrogate: Surrogate | None = None,
         max_batch: int = 16,
         prefill_chunk_len: int = 512,
         on_cycle: Callable[[CycleRecord], None] | None = None,
@@ -58,6 +69,7 @@ class Engine:
         self.drafter: Drafter = drafter if drafter is not None else NullDrafter()
         self.policy: BudgetPolicy = policy if policy is not None else Off()
         self.latency: LatencyModel = latency if latency is not None else OnlineLatency()
+        self.surrogate = surrogate
         self.max_batch = max_batch
         self.prefill_chunk_len = prefill_chunk_len
         self.on_cycle = on_cycle
@@ -75,8 +87,11 @@ class Engine:
         lens = [seq.cache.length for seq in seqs]
         decoding = [i for i, seq in enumerate(seqs) if seq.is_decoding]
 
-        drafted, scored, budgets = self._draft([seqs[i].context() for i in decoding])
+        contexts = [seqs[i].context() for i in decoding]
+        drafted, scored, budgets = self._draft(contexts)
         tree = self._plant(seqs, decoding, scored, budgets)
+        if isinstance(self.drafter, Prefetching):
+            self.drafter.prefetch(contexts, tree.only(decoding))
         watch.lap("draft_s")
 
         out = self.target.forward(tree, [seq.cache for seq in seqs], self.drafter.taps)
@@ -99,6 +114,7 @@ class Engine:
         record = CycleRecord(
             [seq.seq_id for seq in seqs], decoding, drafted, tree, scored, budgets, verdicts,
             [len(tokens) for tokens in emitted], lens, watch.seconds(),
+            getattr(self.policy, "why", "") if decoding else "", self._ahead_stats(contexts),
         )  # fmt: skip
         self._learn(seqs, record)
         return [self._event(*row) for row in zip(seqs, emitted, texts, strict=True)]
@@ -111,7 +127,15 @@ class Engine:
             scored = ScoredPrefixes.empty(len(contexts))
             return False, scored, scored.counts
         scored = self.drafter.propose(contexts, DraftLimits(max_nodes, max_width))
+        if self.surrogate is not None:
+            sampled = [context.sampler.noise is not None for context in contexts]
+            scored = self.surrogate.calibrated(scored, sampled)
         return True, scored, self.policy.choose(scored, state, self.latency)
+
+    def _ahead_stats(self, contexts: list[DraftContext]) -> list[AheadStats | None]:
+        if not isinstance(self.drafter, Prefetching):
+            return [None] * len(contexts)
+        return [self.drafter.take_stats(context.seq_id) for context in contexts]
 
     def _plant(
         self,
@@ -151,17 +175,25 @@ class Engine:
                 context_len=record.context_lens[i],
                 num_seqs=len(seqs),
                 seconds=seconds,
+                ahead=record.ahead[row],
             )
             seq.cycles.append(stats)
         if len(rows) == len(seqs):
+            # On a CPU the head runs once per token drawn, elsewhere with the pass on all rows.
+            per_token_s = seconds.walk_s if self.target.device.type == "cpu" else 0.0
             self.latency.observe(
                 width=len(tree),
                 context_len=sum(record.context_lens) / len(seqs),
                 num_seqs=len(seqs),
-                verify_s=seconds.verify_s + seconds.walk_s,
+                verify_s=seconds.verify_s + seconds.walk_s - per_token_s,
                 draft_s=seconds.draft_s if record.drafted else None,
                 other_s=seconds.commit_s + seconds.other_s,
+                walk_s=per_token_s,
+                num_tokens=sum(len(verdict.picks) for verdict in record.verdicts),
             )
+        if record.drafted and self.surrogate is not None:
+            verdicts = [record.verdicts[i] for i in record.decoding]
+            self.surrogate.learn([[pick.token_id for pick in v.picks] for v in verdicts])
         if record.drafted:
             accepted = [
                 (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from draftwood.draft.base import AheadStats
 from draftwood.sampling import Pick
 from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
 from draftwood.verify import Verdict
@@ -44,10 +45,11 @@ class CycleStats:
         num_drafted: nodes sent to verification (the budget used).
         num_accepted: drafted nodes on the target's path, before truncation.
         num_committed: tokens emitted, bonus included, after truncation at a stop or limit.
-        phi: expected number of accepted nodes Φ(num_drafted) by the drafter's own scores.
+        phi: expected number of accepted nodes Φ(num_drafted) by the scores the policy saw.
         context_len: tokens in the KV cache before the cycle.
         num_seqs: sequences that shared the target pass, prefilling ones included.
         seconds: stage times of the whole pass.
+        ahead: how drafting ahead went; None without it.
     """
 
     num_drafted: int
@@ -57,6 +59,7 @@ class CycleStats:
     context_len: int
     num_seqs: int
     seconds: StageSeconds
+    ahead: AheadStats | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class CycleRecord:
 
     ``seq_ids``, ``verdicts`` and ``num_committed`` are parallel to the tree's sequences;
     ``scored`` and ``budgets`` hold only those that decoded, listed in ``decoding`` (indices).
-    ``drafted`` tells whether the drafter was asked.
+    ``drafted`` tells whether the drafter was asked, ``why`` what decided the budgets, in the
+    policy's words, ``ahead`` (parallel to ``decoding``) how drafting ahead went.
     """
 
     seq_ids: Sequence[int]
@@ -78,6 +82,8 @@ class CycleRecord:
     num_committed: Sequence[int]
     context_lens: Sequence[int]
     seconds: StageSeconds
+    why: str = ""
+    ahead: Sequence[AheadStats | None] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,13 @@ class Output:
     def acceptance_length(self) -> float:
         """τ: tokens committed per cycle, bonus included; NaN without a cycle."""
         return len(self.token_ids) / len(self.cycles) if self.cycles else float("nan")
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of drafts that were ready when they were needed; NaN without drafting ahead."""
+        sources = [cycle.ahead.source for cycle in self.cycles if cycle.ahead is not None]
+        hits = sources.count("hit") + sources.count("soft")
+        return hits / len(sources) if sources else float("nan")
 
     @property
     def decode_s(self) -> float:

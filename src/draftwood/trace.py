@@ -32,8 +32,9 @@ class TraceWriter:
     of the anchor), ``tokens``, ``parents``, ``log_probs`` (node 0 is the anchor), ``texts`` of
     the tokens, ``path`` (accepted nodes), ``picks`` (the target's own tokens, bonus last),
     ``num_committed``, ``committed_texts`` (text that each committed token completed), ``phi``
-    (Φ(n), n = 0…), ``budget``, ``drafted`` (whether the drafter was asked), ``seconds`` of the
-    pass by stage and ``predicted`` (see ``Foresight``) or null; prefill gives
+    (Φ(n), n = 0…), ``budget``, ``why`` (what decided it, "" if the policy does not say),
+    ``drafted`` (whether the drafter was asked), ``seconds`` of the pass by stage and
+    ``predicted`` (see ``Foresight``) or null, ``ahead`` (see ``AheadStats``) or null; prefill gives
     ``"kind": "prefill"`` lines with the ``text`` taken in. Passes are shared by all sequences.
 
     Args:
@@ -91,6 +92,7 @@ class TraceWriter:
     def _cycle(self, record: CycleRecord, index: int, row: int, phi: np.ndarray) -> dict[str, Any]:
         start, end = record.tree.span(index)
         verdict, budget = record.verdicts[index], int(record.budgets[row])
+        ahead = record.ahead[row] if record.ahead else None
         tokens = record.tree.token_ids[start:end].tolist()
         picks = [pick.token_id for pick in verdict.picks]
         num_committed = record.num_committed[index]
@@ -106,6 +108,8 @@ class TraceWriter:
             "committed_texts": self._committed(record.seq_ids[index], picks[:num_committed]),
             "phi": np.round(phi[: int(record.scored.counts[row]) + 1], 4).tolist(),
             "budget": budget,
+            "why": record.why,
+            "ahead": dataclasses.asdict(ahead) if ahead is not None else None,
             "error": verdict.error,
         }
 

@@ -51,7 +51,8 @@ class Foresight:
     """A latency model that remembers what it predicted for each cycle before it learns from it.
 
     The prediction is in seconds: ``draft_s`` (None when nothing was drafted), ``verify_s`` of the
-    target pass with head and walk, ``other_s`` of the rest, KV commit included.
+    target pass with head and walk (for as many tokens as were drawn), ``other_s`` of the rest, KV
+    commit included.
 
     Args:
         model: the model that predicts and learns.
@@ -75,6 +76,9 @@ class Foresight:
     def other_s(self) -> float:
         return self._model.other_s()
 
+    def walk_s(self, num_tokens: int) -> float:
+        return self._model.walk_s(num_tokens)
+
     def observe(
         self,
         *,
@@ -84,15 +88,17 @@ class Foresight:
         verify_s: float,
         draft_s: float | None,
         other_s: float,
+        walk_s: float = 0.0,
+        num_tokens: int = 1,
     ) -> None:
         drafted = draft_s is not None
         predicted = self.verify_s(np.array([width]), context_len, num_seqs)
         self._predicted = {
             "draft_s": self.draft_s(context_len, num_seqs) if drafted else None,
-            "verify_s": float(predicted[0]),
+            "verify_s": float(predicted[0]) + self.walk_s(num_tokens),
             "other_s": self.other_s(),
         }
         self._model.observe(
-            width=width, context_len=context_len, num_seqs=num_seqs,
-            verify_s=verify_s, draft_s=draft_s, other_s=other_s,
+            width=width, context_len=context_len, num_seqs=num_seqs, verify_s=verify_s,
+            draft_s=draft_s, other_s=other_s, walk_s=walk_s, num_tokens=num_tokens,
         )  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftwood.tree.budget import Chain, CycleState, Fixed, Off, Online, parse_budget
+from draftwood.tree.budget import (
+    Chain,
+    CycleState,
+    Fixed,
+    Off,
+    Online,
+    is_constant,
+    parse_budget,
+)
 from draftwood.tree.convex_greedy import ConvexGreedy, convex_fit
 from draftwood.tree.enumerate import top_prefixes
 from draftwood.tree.ranked import rank_nodes
@@ -53,7 +61,7 @@ def steep(width: int) -> float:
 @pytest.mark.parametrize(
     ("given", "policy"),
     [("off", Off()), ("Chain ", Chain()), (32, Fixed(32)), ("32", Fixed(32)), (0, Fixed(0)),
-     (Fixed(7), Fixed(7))],
+     (Fixed(7), Fixed(7)), ("Convex", ConvexGreedy())],
 )  # fmt: skip
 def test_parse_budget(given: object, policy: object) -> None:
     assert parse_budget(given) == policy  # type: ignore[arg-type]
@@ -63,6 +71,19 @@ def test_auto_is_a_new_online_policy_each_time() -> None:
     first, second = parse_budget("auto"), parse_budget("AUTO")
     assert isinstance(first, Online)
     assert first is not second
+
+
+def test_roofline_needs_a_target() -> None:
+    with pytest.raises(ValueError, match=r"draftwood\.load"):
+        parse_budget("roofline")
+    assert parse_budget(" Roofline", roofline=Off) == Off()
+    assert not is_constant("roofline")
+
+
+def test_constant_budgets() -> None:
+    assert [is_constant(b) for b in ("off", 3, "chain", Fixed(1), "auto", "convex", Online())] == [
+        True, True, True, True, False, False, False,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", ["", "many", "-1", -1, "1.5", 1.5, True])

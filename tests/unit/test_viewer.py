@@ -91,6 +91,9 @@ class _Fading:
     def other_s(self) -> float:
         return 1.0 + self.num_observed
 
+    def walk_s(self, num_tokens: int) -> float:
+        return 0.1 * num_tokens
+
     def observe(self, **_seconds: Any) -> None:
         self.num_observed += 1
 
@@ -108,7 +111,7 @@ def test_predictions_are_from_before_the_cycle(engine: dw.Engine, tmp_path: Path
         width = len(cycle["tokens"])
         assert cycle["predicted"] == {
             "draft_s": 2.0 + at if cycle["drafted"] else None,
-            "verify_s": 10.0 * width + at,
+            "verify_s": pytest.approx(10.0 * width + at + 0.1 * len(cycle["picks"])),
             "other_s": 1.0 + at,
         }
 

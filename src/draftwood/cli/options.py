@@ -34,7 +34,8 @@ Budget = Annotated[
     str,
     typer.Option(
         "--budget", "-b", rich_help_panel=MODEL,
-        help="Drafted nodes verified per cycle: a number, 'auto', 'chain' or 'off'.",
+        help="Drafted nodes verified per cycle: 'auto', a number, 'chain', 'off', or another rule: "
+        "'convex', 'roofline'.",
     ),
 ]  # fmt: skip
 Dtype = Annotated[
@@ -86,16 +87,16 @@ def open_engine(
 ) -> Engine:
     """Load target and drafter; a malformed budget is a usage error found before loading."""
     from draftwood.api import load
-    from draftwood.tree.budget import parse_budget
+    from draftwood.tree.budget import is_constant
 
     try:
-        policy = parse_budget(budget)
+        is_constant(budget)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from None
     quiet_libraries()
     if stderr().is_terminal:
         note(f"loading {target} …")
-    return load(target, drafter, policy, dtype=dtype, device=device)
+    return load(target, drafter, budget, dtype=dtype, device=device)
 
 
 def quiet_libraries() -> None:

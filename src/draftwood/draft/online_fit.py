@@ -23,13 +23,14 @@ class OnlineFit:
 
     Attributes:
         mean: [P] current parameters.
+        precision: [P, P] current precision of the belief in them.
     """
 
     def __init__(self, mean: FloatArray, precision: FloatArray) -> None:
         assert mean.shape == precision.shape
         self.mean = mean.astype(np.float64)
         self._prior = np.diag(precision.astype(np.float64))
-        self._precision = self._prior.copy()
+        self.precision = self._prior.copy()
 
     def update(self, gradient: FloatArray, curvature: FloatArray) -> None:
         """Take in one observation.
@@ -38,6 +39,6 @@ class OnlineFit:
             gradient: [P] of the log-likelihood at ``mean``.
             curvature: [P, P] negative Hessian there (positive semi-definite).
         """
-        self._precision += curvature - (self._precision - self._prior) / MEMORY
-        step = np.linalg.solve(self._precision, gradient)
+        self.precision += curvature - (self.precision - self._prior) / MEMORY
+        step = np.linalg.solve(self.precision, gradient)
         self.mean = self.mean + step * min(1.0, MAX_STEP / max(float(np.abs(step).max()), 1e-12))

@@ -25,7 +25,7 @@ class KernelChoices:
         self._by_name = {kernel.__name__: kernel for kernel in candidates}
         self._path = cache_dir() / FILE
         self._setting = " | ".join([
-            torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(),
+            torch.__version__, processor_name(), torch.backends.cpu.get_cpu_capability(),
             f"{torch.get_num_threads()} threads", *sorted(self._by_name), f"rows {ROWS}",
         ])  # fmt: skip
 
@@ -61,7 +61,8 @@ class KernelChoices:
         os.replace(name, self._path)
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(

@@ -27,6 +27,23 @@ def find(key: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all, its folder too.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
 def build_once(key: str, build: Callable[[Path], None]) -> Path:
     """The folder stored under ``key``, built first if it is not there yet.
 

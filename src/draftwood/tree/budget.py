@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from draftwood.tree.convex_greedy import ConvexGreedy
 from draftwood.tree.latency import LatencyModel
 from draftwood.tree.online import Online
 from draftwood.tree.policy import MAX_NODES, BudgetPolicy, CycleState
 from draftwood.tree.tree import IntArray, ScoredPrefixes
 
 __all__ = [
-    "MAX_NODES", "BudgetPolicy", "Chain", "CycleState", "Fixed", "Off", "Online", "parse_budget",
+    "MAX_NODES", "BudgetPolicy", "Chain", "CycleState", "Fixed", "Off", "Online", "is_constant",
+    "parse_budget",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Off:
     """Never draft: plain autoregressive decoding."""
+
+    why = "off"
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return 0, None
@@ -36,6 +40,8 @@ class Off:
 @dataclass(frozen=True)
 class Chain:
     """The single most probable continuation, to the drafter's horizon (DFlash)."""
+
+    why = "chain"
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return state.horizon, 1
@@ -54,6 +60,7 @@ class Fixed:
     """The same number of nodes every cycle (DDTree)."""
 
     budget: int
+    why = "fixed"
 
     def __post_init__(self) -> None:
         if self.budget < 0:
@@ -71,11 +78,18 @@ class Fixed:
         pass
 
 
-def parse_budget(budget: str | int | BudgetPolicy) -> BudgetPolicy:
-    """The policy a user means: ``"auto"``, ``"chain"``, ``"off"``, a number of nodes, or a policy.
+def parse_budget(
+    budget: str | int | BudgetPolicy, roofline: Callable[[], BudgetPolicy] | None = None
+) -> BudgetPolicy:
+    """The policy a user means.
+
+    Args:
+        budget: ``"auto"`` (``Online``), ``"convex"`` (``ConvexGreedy``), ``"roofline"``,
+            ``"chain"``, ``"off"``, a number of nodes, or a policy, which is returned as it is.
+        roofline: makes the policy for ``"roofline"``, which needs a measured target.
 
     Raises:
-        ValueError: anything else.
+        ValueError: anything else, or ``"roofline"`` where there is no target to fit it to.
     """
     if isinstance(budget, (bool, float)):
         raise ValueError(f"budget must be a whole number of nodes, got {budget!r}")
@@ -84,12 +98,31 @@ def parse_budget(budget: str | int | BudgetPolicy) -> BudgetPolicy:
     if not isinstance(budget, str):
         return budget
     text = budget.strip().lower()
-    named: dict[str, type[Online | Chain | Off]] = {"auto": Online, "chain": Chain, "off": Off}
+    if text == "roofline":
+        if roofline is None:
+            raise ValueError(
+                "budget 'roofline' is fitted to a measured target; give it to draftwood.load, or "
+                "give a draftwood.tree.roofline.Roofline here"
+            )
+        return roofline()
+    named: dict[str, Callable[[], BudgetPolicy]] = {
+        "auto": Online, "convex": ConvexGreedy, "chain": Chain, "off": Off
+    }  # fmt: skip
     if text in named:
         return named[text]()
     try:
         return Fixed(int(text))
     except ValueError as error:
         raise ValueError(
-            f"budget must be 'auto', 'chain', 'off' or a number of nodes ≥ 0, got {budget!r}"
+            "budget must be 'auto', 'convex', 'roofline', 'chain', 'off' or a number of nodes "
+            f"≥ 0, got {budget!r}"
         ) from error
+
+
+def is_constant(budget: str | int | BudgetPolicy) -> bool:
+    """Whether a budget is the same whatever is predicted: a number, ``"chain"`` or ``"off"``.
+
+    Raises:
+        ValueError: as ``parse_budget``, but where there is no target yet.
+    """
+    return isinstance(parse_budget(budget, roofline=Online), (Fixed, Chain, Off))

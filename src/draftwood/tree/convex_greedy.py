@@ -27,6 +27,7 @@ class ConvexGreedy:
     """
 
     max_nodes: int = MAX_NODES
+    why = "convex"
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return self.max_nodes, None

@@ -22,7 +22,7 @@ class LatencyModel(Protocol):
     """
 
     def verify_s(self, widths: np.ndarray, context_len: float, num_seqs: int) -> FloatArray:
-        """[len(widths)] seconds of one target pass incl. head and walk."""
+        """[len(widths)] seconds of one target pass, and of a head that runs on all its rows."""
         ...
 
     def draft_s(self, context_len: float, num_seqs: int) -> float:
@@ -31,6 +31,13 @@ class LatencyModel(Protocol):
 
     def other_s(self) -> float:
         """Seconds of a cycle outside the two models."""
+        ...
+
+    def walk_s(self, num_tokens: int) -> float:
+        """Seconds of drawing that many tokens where the head runs once for each of them.
+
+        The same per token under every budget, so no policy needs to look at it.
+        """
         ...
 
     def observe(
@@ -42,8 +49,16 @@ class LatencyModel(Protocol):
         verify_s: float,
         draft_s: float | None,
         other_s: float,
+        walk_s: float = 0.0,
+        num_tokens: int = 1,
     ) -> None:
-        """Take in one cycle; ``draft_s`` is None when nothing was drafted."""
+        """Take in one cycle.
+
+        Args:
+            width, context_len, num_seqs: of the target pass.
+            verify_s, draft_s, other_s: seconds; ``draft_s`` is None when nothing was drafted.
+            walk_s: seconds of drawing ``num_tokens`` tokens, if not part of ``verify_s``.
+        """
         ...
 
 
@@ -86,6 +101,7 @@ class OnlineLatency:
         self._slope = ContextSlope(start.context_len)
         self._draft = _Levels(start.draft_s or _GUESS_DRAFT * one_row_s)
         self._other = _Levels(_GUESS_OTHER * one_row_s)
+        self._walk = _Levels(0.0)
         self._recent: deque[_Pass] = deque(maxlen=_WINDOW)
         self._speed = 0.0  # log of observed by expected seconds
         self._regime = 0.0  # the speed when the parts were last trusted fully
@@ -102,6 +118,9 @@ class OnlineLatency:
     def other_s(self) -> float:
         return self._other.seconds(self._last_bucket) * math.exp(self._speed)
 
+    def walk_s(self, num_tokens: int) -> float:
+        return num_tokens * self._walk.seconds(self._last_bucket) * math.exp(self._speed)
+
     def observe(
         self,
         *,
@@ -111,8 +130,10 @@ class OnlineLatency:
         verify_s: float,
         draft_s: float | None,
         other_s: float,
+        walk_s: float = 0.0,
+        num_tokens: int = 1,
     ) -> None:
-        times = (verify_s, other_s, 0.0 if draft_s is None else draft_s)
+        times = (verify_s, other_s, walk_s, 0.0 if draft_s is None else draft_s)
         assert all(math.isfinite(value) and value >= 0 for value in times), times
         self._follow(_Pass(width, context_len, max(verify_s, _LEAST_S)))
         relative = math.exp(self._speed) * self._slope.factor(context_len)
@@ -123,6 +144,7 @@ class OnlineLatency:
         self._curve.observe(width, ratio)
         bucket = self._last_bucket = _bucket(num_seqs)
         self._other.observe(bucket, other_s, self._speed)
+        self._walk.observe(bucket, walk_s / max(num_tokens, 1), self._speed)
         if draft_s is not None:
             self._draft.observe(bucket, draft_s, self._speed)
 

@@ -34,9 +34,17 @@ class Online:
     may have steps. Nodes of all sequences compete for one budget.
 
     Times are in units of a plain cycle, so that a change of the machine's speed changes nothing.
+
+    Attributes:
+        why: what decided the last budget: "speed" (the best predicted), "all" (every node the
+            drafter offered) or "limit" (every node it was asked for), "explore" (a width not seen
+            lately), "trial" (drafting is tried again), "plain" (no node pays in this cycle),
+            "floor" (drafting does not pay), "yardstick" (plain decoding is measured), "off" (a
+            drafter that never drafts).
     """
 
     def __init__(self) -> None:
+        self.why = ""
         self._floor = Floor()
         self._trust = Trust()
         self._most_nodes = _FEWEST_NODES
@@ -49,7 +57,8 @@ class Online:
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         self._visits *= _FADE
         self._since_plain += 1
-        if state.horizon == 0 or self._yardstick_due() or not self._floor.drafts():
+        if reason := self._reason_not_to_draft(state):
+            self.why = reason
             self._since_plain = 0
             return 0, None
         if self._floor.begins_trial:
@@ -71,6 +80,7 @@ class Online:
         self._cost = float(costs[total])
         self._visits[bands[total]] += 1.0
         budgets = ranked.budgets(total)
+        self.why = self._reason(total, len(tokens) - 1, int(budgets.max(initial=0)))
         self._most_nodes = _next_limit(self._most_nodes, int(budgets.max(initial=0)))
         return budgets
 
@@ -86,6 +96,25 @@ class Online:
         # Half of what happened and half of what was to be expected: a fair sum with less noise.
         tokens = 0.5 * (num_accepted + self._trust.ratio * phi)
         self._floor.observe(1.0 + tokens / num_seqs, 1.0 + num_accepted / num_seqs, self._cost)
+
+    def _reason_not_to_draft(self, state: CycleState) -> str:
+        if state.horizon == 0:
+            return "off"
+        if self._yardstick_due():
+            return "yardstick"
+        return "" if self._floor.drafts() else "floor"
+
+    def _reason(self, total: int, num_offered: int, most: int) -> str:
+        """Of a budget of ``total`` nodes, ``most`` of them in one sequence."""
+        if self._floor.in_trial:
+            return "trial"
+        if self._explores:
+            return "explore"
+        if total == 0:
+            return "plain"
+        if most >= self._most_nodes:
+            return "limit"
+        return "all" if total == num_offered else "speed"
 
     def _yardstick_due(self) -> bool:
         """Whether to decode one cycle plainly, to see what plain costs now; first of all."""

@@ -29,6 +29,7 @@ class BudgetPolicy(Protocol):
     """Chooses budgets from Φ and predicted seconds. The decoding rule never depends on it.
 
     Per cycle: ``limits``, then, if it asked for nodes, ``choose`` and after the walk ``observe``.
+    An attribute ``why`` may say in a word or two what decided the last budget; it is traced.
     """
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:

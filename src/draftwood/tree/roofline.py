@@ -143,6 +143,7 @@ class Roofline:
     fit: RooflineFit
     step: int = 32
     max_nodes: int = MAX_NODES
+    why = "roofline"
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         return self.max_nodes, None

@@ -56,6 +56,7 @@ function select(at) {
   fillStats(byId("cycle-stats"), [
     ["committed", whole(cycles.committed[at])],
     ["accepted", `${cycles.accepted[at]} of ${cycles.budget[at]}`, "drafted nodes on the target's path, of the budget"],
+    ["budget by", cycles.why[at] || "–", "what decided the budget, in the policy's words"],
     ["expected Φ", number(cycles.phi[at])],
     ["depth", String(Math.max(...tree.nodes.slice(0, tree.size).map((node) => node.depth))), "deepest drafted node"],
     ["position", whole(cycles.start[at]), "of the anchor"],

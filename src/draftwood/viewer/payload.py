@@ -74,6 +74,7 @@ def _sequence(trace: Trace, seq: int, places: list[int]) -> dict[str, Any]:
             "committed": [cycle["num_committed"] for cycle in cycles],
             "accepted": [len(cycle["path"]) - 1 for cycle in cycles],
             "budget": [cycle["budget"] for cycle in cycles],
+            "why": [cycle.get("why", "") for cycle in cycles],
             "phi": [_phi(cycle) for cycle in cycles],
             "drafted": [bool(cycle.get("drafted", len(cycle["phi"]) > 1)) for cycle in cycles],
             "pieces": [_pieces(cycle) for cycle in cycles],

@@ -151,6 +151,8 @@ def _check_optional(line: _Line) -> None:
         texts = line.fields.get(name, [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             line.fail(f"without a list of strings as {name}")
+    if not isinstance(line.fields.get("why", ""), str):
+        line.fail("without text as why")
     predicted = line.fields.get("predicted")
     if predicted is not None:
         known = isinstance(predicted, dict) and {"verify_s", "other_s"} <= predicted.keys()
