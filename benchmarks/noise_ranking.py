@@ -68,7 +68,8 @@ def new_drafter(name: str, target: Target, *, use_noise: bool) -> Drafter:
     drafter = named_drafter(name, target)
     if not isinstance(drafter, (AutoregressiveDrafter, BlockDiffusionDrafter)):
         raise SystemExit(f"{name} has no distribution to rank by; use a model")
-    drafter._ranker = Ranker(drafter._ranker._columns, use_noise=use_noise)
+    owner = drafter._ranking if isinstance(drafter, BlockDiffusionDrafter) else drafter
+    owner._ranker = Ranker(owner._ranker._columns, use_noise=use_noise)
     return drafter
 
 

@@ -1,13 +1,16 @@
-"""A random DFlash drafter that fits a tiny target."""
+"""Random drafters that fit a tiny target."""
 
 from __future__ import annotations
 
 import torch
 
 from draftwood.draft.config import FULL, DraftConfig
+from draftwood.draft.independent_checkpoint import network_from_model
+from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.rope import RopeConfig
 from draftwood.target.model import Target
+from tiny import tiny_model
 
 
 def tiny_draft_network(
@@ -46,3 +49,25 @@ def tiny_draft_network(
                 noise = torch.randn_like(weight) * std
                 weight.copy_(noise if weight.dim() > 1 else weight + noise)
     return network.to(target.dtype).eval()
+
+
+def tiny_independent_network(
+    target: Target,
+    *,
+    family: str = "llama",
+    block_size: int = 8,
+    num_layers: int = 2,
+    seed: int = 0,
+    borrows: bool = False,
+) -> IndependentNetwork:
+    """A random language model of ``target``'s vocabulary and dtype as an independent drafter."""
+    body = tiny_model(
+        family,
+        dtype=target.dtype,
+        vocab=target.vocab_size,
+        seed=seed + 1,
+        num_hidden_layers=num_layers,
+        use_sliding_window=False,
+    )
+    network = network_from_model(body, block_size=block_size, mask_token_id=0, borrows=borrows)
+    return network.requires_grad_(False).eval()

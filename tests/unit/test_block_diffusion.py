@@ -296,12 +296,12 @@ def test_ranking_learns_while_the_engine_decodes(target: Target, params: dict[st
     drafter = BlockDiffusionDrafter(networks(target)["plain"], target)
     engine = Engine(target, drafter, Fixed(12), prefill_chunk_len=5)
     num_features = 2 if params else 1
-    before = drafter._ranker.weights(params.get("temperature", 0.0), num_features, 1)
+    before = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, 1)
     settings = SamplingParams(max_new_tokens=30, **params)
     outputs = engine.generate([TOKENS[:12], TOKENS[20:23]], settings)
     plain = Engine(target).generate([TOKENS[:12], TOKENS[20:23]], settings)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    after = drafter._ranker.weights(params.get("temperature", 0.0), num_features, 1)
+    after = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, 1)
     assert not np.array_equal(before, after)
     assert not drafter._states
 
@@ -337,7 +337,7 @@ def test_deep_rows_are_left_out_only_where_they_cannot_matter(
     ]
     scored = drafter.propose(contexts, DraftLimits(max_nodes))
     num_parts = len(drafter._states[0].ranked)
-    monkeypatch.setattr("draftwood.draft.block_diffusion._FIRST_DEPTHS", 99)
+    monkeypatch.setattr("draftwood.draft.block_ranking._FIRST_DEPTHS", 99)
     assert same(scored, drafter.propose(contexts, DraftLimits(max_nodes)))
     if max_nodes == 12 and not params:
         assert num_parts == (1 if sharpness < 1 else 2)

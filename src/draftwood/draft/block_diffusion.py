@@ -8,19 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from draftwood.draft.base import Committed, DraftContext, DraftLimits
-from draftwood.draft.block_pass import BlockPass, few_rows
+from draftwood.draft.block_pass import BlockPass
+from draftwood.draft.block_ranking import BlockRanking
 from draftwood.draft.checkpoint import check_compatible
 from draftwood.draft.context_cache import ContextCache
 from draftwood.draft.network import DraftNetwork
-from draftwood.draft.ranking import Ranked, Ranker
+from draftwood.draft.ranking import Ranked
 from draftwood.draft.steering import Columns
 from draftwood.target.model import Target
-from draftwood.tree.enumerate import top_prefixes_from_candidates
 from draftwood.tree.tree import ScoredPrefixes
-
-# On CPU the head costs as much as the rest of the pass; its deeper rows are computed only where
-# they can matter.
-_FIRST_DEPTHS = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -61,12 +57,15 @@ class BlockDiffusionDrafter:
         own_table, own_head = network.embed_tokens, network.lm_head
         table = own_table.weight if own_table is not None else target.input_embeddings()
         head = own_head.weight if own_head is not None else target.output_embeddings()
-        self._table, self._head = table.detach(), head.detach()
+        self._table, head = table.detach(), head.detach()
         self._mask_row = self._embed([config.mask_token_id])
-        columns = Columns(
-            len(head), target.vocab_size, network.target_ids(), device=self._head.device
+        self._ranking = BlockRanking(
+            head,
+            Columns(len(head), target.vocab_size, network.target_ids(), device=head.device),
+            use_noise=use_noise,
+            scale=config.logit_scale,
+            softcap=config.logit_softcap,
         )
-        self._ranker = Ranker(columns, use_noise=use_noise)
         self._states: dict[int, _State] = {}
 
     @property
@@ -85,13 +84,8 @@ class BlockDiffusionDrafter:
         if depth <= 0:
             return ScoredPrefixes.empty(len(contexts))
         hidden = self._hidden(contexts, depth)
-        first = _FIRST_DEPTHS if hidden.device.type == "cpu" and limits.max_width != 1 else depth
-        parts = [self._rank(hidden[:, :first], 0, contexts, limits)]
-        scored = _enumerate(parts, limits, max_depths)
-        if first < depth and not _is_settled(scored, parts[0], limits, max_depths):
-            parts.append(self._rank(hidden[:, first:], first, contexts, limits))
-            scored = _enumerate(parts, limits, max_depths)
-        for context, ranked in zip(contexts, zip(*parts, strict=True), strict=True):
+        scored, rankings = self._ranking.best(hidden, contexts, limits, max_depths)
+        for context, ranked in zip(contexts, rankings, strict=True):
             state = self._states[context.seq_id]
             state.anchor, state.ranked = state.cache.length, ranked
         return scored
@@ -142,28 +136,6 @@ class BlockDiffusionDrafter:
         block[:, 0] = self._embed([context.token_ids[-1] for context in contexts])
         return self._pass.hidden(block, caches, depth)
 
-    def _rank(
-        self,
-        hidden: torch.Tensor,
-        above: int,
-        contexts: Sequence[DraftContext],
-        limits: DraftLimits,
-    ) -> list[Ranked]:
-        """Candidates of each sequence at depths above + 1, above + 2, …; hidden [S, depths, H]."""
-        num_seqs, num_depths, width = hidden.shape
-        flat = hidden.reshape(-1, width).to(self._head.device, self._head.dtype)
-        scores = few_rows(flat, self._head).reshape(num_seqs, num_depths, -1)
-        if self.config.logit_scale != 1.0:
-            scores = scores * self.config.logit_scale
-        cap = self.config.logit_softcap
-        scores = scores if cap is None else torch.tanh(scores / cap) * cap
-        depths = range(above + 1, above + num_depths + 1)
-        count = min(limits.max_nodes, limits.max_width or limits.max_nodes)
-        return [
-            self._ranker.rank(rows, depths, context, count)
-            for rows, context in zip(scores, contexts, strict=True)
-        ]
-
     def _embed(self, token_ids: list[int]) -> torch.Tensor:
         """[n, H] block rows of target token ids."""
         rows = self._table[torch.tensor(token_ids, device=self._table.device)]
@@ -171,39 +143,5 @@ class BlockDiffusionDrafter:
 
     def _learn(self, state: _State, record: Committed) -> None:
         ranked, state.ranked = state.ranked, ()
-        if state.anchor != record.start:
-            return
-        for part in ranked:
-            picks = record.picks[part.depths[0] - 1 :]
-            for row, token_id in zip(range(len(part.depths)), picks, strict=False):
-                self._ranker.learn(part, row, token_id)
-
-
-def _enumerate(
-    parts: Sequence[Sequence[Ranked]], limits: DraftLimits, max_depths: Sequence[int]
-) -> ScoredPrefixes:
-    """Best prefixes of S sequences, whose depths come in parts of S rankings each."""
-    return top_prefixes_from_candidates(
-        torch.cat([torch.stack([one.log_probs for one in part]) for part in parts], dim=1),
-        torch.cat([torch.stack([one.token_ids for one in part]) for part in parts], dim=1),
-        limits.max_nodes,
-        max_depths=max_depths,
-    )
-
-
-def _is_settled(
-    scored: ScoredPrefixes,
-    ranked: Sequence[Ranked],
-    limits: DraftLimits,
-    max_depths: Sequence[int],
-) -> bool:
-    """Whether no prefix deeper than the ranked rows is among the best, in any sequence.
-
-    A deeper one is at most as probable as the best prefix of all ranked depths.
-    """
-    full = scored.max_nodes == limits.max_nodes
-    for row, (one, max_depth) in enumerate(zip(ranked, max_depths, strict=True)):
-        deepest = float(one.log_probs[:, 0].sum())
-        if max_depth > len(one.depths) and not (full and scored.log_probs[row, -1] >= deepest):
-            return False
-    return True
+        if state.anchor == record.start:
+            self._ranking.learn(ranked, record.picks)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from draftwood.draft.config import DraftConfig, config_to_json, parse_config
 from draftwood.draft.network import DraftNetwork
@@ -48,9 +49,9 @@ def load_draft(
         ValueError: the folder, its configuration or its weights are incomplete, unreadable or
             not of this kind; every missing and unknown weight is listed.
     """
-    folder = _folder(path, revision)
-    raw = _read_json(folder / CONFIG)
-    weights = _read_weights(folder)
+    folder = find_folder(path, revision)
+    raw = read_json(folder / CONFIG)
+    weights = read_weights(folder)
     config = parse_config(
         raw,
         has_embeddings="embed_tokens.weight" in weights,
@@ -58,7 +59,7 @@ def load_draft(
     )
     with torch.device("meta"):
         network = DraftNetwork(config)
-    _check_weights(network, weights, folder)
+    check_weights(network, weights, folder)
     network.load_state_dict(weights, strict=True, assign=True)
     _check_map(network, config)
     network.to(device=device, dtype=dtype).requires_grad_(False).eval()
@@ -85,16 +86,31 @@ def save_draft(
         extra_files: further files of the folder by name, e.g. ``README.md``.
     """
     state = weights.state_dict() if isinstance(weights, DraftNetwork) else weights
-    tensors = {
+    tensors = on_disk(state, dtype)
+    raw = {**config_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
+    return write_folder(path, raw, tensors, extra_files)
+
+
+def on_disk(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Contiguous CPU copies, floating-point ones in ``dtype``."""
+    return {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
         for name, value in state.items()
     }
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    raw: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write ``config.json``, weights and further files as one folder, whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        raw = {**config_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
         (temporary / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
         for name, content in (extra_files or {}).items():
             (temporary / name).write_bytes(content)
@@ -165,7 +181,8 @@ def check_compatible(
         )
 
 
-def _folder(path: str | os.PathLike[str], revision: str | None) -> Path:
+def find_folder(path: str | os.PathLike[str], revision: str | None) -> Path:
+    """A local folder, or that of a hub id, fetched."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -184,7 +201,8 @@ def _folder(path: str | os.PathLike[str], revision: str | None) -> Path:
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``; anything else is a ValueError."""
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}; it is no drafter checkpoint")
     try:
@@ -196,10 +214,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
     files = [folder / WEIGHTS]
     if not files[0].is_file() and (folder / INDEX).is_file():
-        names = set(_read_json(folder / INDEX).get("weight_map", {}).values())
+        names = set(read_json(folder / INDEX).get("weight_map", {}).values())
         files = [folder / name for name in sorted(names)]
     weights: dict[str, torch.Tensor] = {}
     for file in files:
@@ -213,7 +232,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights.items() if name not in _IGNORED}
 
 
-def _check_weights(network: DraftNetwork, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def check_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """All of the network's weights and nothing else, each of the right shape and type."""
     wanted = network.state_dict()
     problems = [f"missing: {name}" for name in sorted(wanted.keys() - weights.keys())]

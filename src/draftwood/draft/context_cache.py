@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 MIN_CAPACITY = 64
@@ -12,7 +14,7 @@ class ContextCache:
 
     One buffer that doubles when full: a committed token costs amortised O(1) copies, and a pass
     reads views of it. The block's own rows are written behind the context and simply overwritten
-    by the next tokens.
+    by the next tokens, unless ``commit`` keeps some.
 
     Args:
         num_layers, num_kv_heads, head_dim, dtype, device: of the drafter.
@@ -41,6 +43,19 @@ class ContextCache:
         self.reserve(end)
         self._buffer[:, :, :, self.length : end] = keys_values
         self.length = end
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep rows of the last block, in the given order, as the next tokens.
+
+        Args:
+            rows: numbers within the block, strictly increasing.
+        """
+        count = len(rows)
+        if list(rows) != list(range(count)):
+            index = torch.tensor(rows, device=self._buffer.device) + self.length
+            moved = self._buffer.index_select(3, index)
+            self._buffer[:, :, :, self.length : self.length + count] = moved
+        self.length += count
 
     def with_block(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor

@@ -105,12 +105,12 @@ class Attention(nn.Module):
         share = query.shape[3] // kv  # query heads per key/value head
         query = query.view(groups, n, rows, kv, share, self.head_dim).permute(0, 3, 1, 2, 4, 5)
         query = query.reshape(groups, kv, n, rows * share, self.head_dim) * self.head_dim**-0.5
-        mixed = _attend(query, context, (keys, values), masks, share)
+        mixed = attend_blocks(query, context, (keys, values), masks, share)
         mixed = mixed.view(groups, kv, n, rows, share, self.head_dim).permute(0, 2, 3, 1, 4, 5)
         return self.o_proj(mixed.reshape(groups, n, rows, -1))
 
 
-def _attend(
+def attend_blocks(
     query: torch.Tensor,
     context: LayerKV,
     block: LayerKV,

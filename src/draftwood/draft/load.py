@@ -12,6 +12,9 @@ from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.checkpoint import CONFIG, check_compatible, load_draft
 from draftwood.draft.config import DraftConfig
+from draftwood.draft.independent import IndependentDrafter
+from draftwood.draft.independent_checkpoint import load_independent
+from draftwood.draft.independent_config import is_independent
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.target.load import load_target
 from draftwood.target.model import Target
@@ -28,8 +31,8 @@ def load_drafter(
 
     Args:
         spec: ``"auto"`` (the drafter shipped for this target, else prompt lookup), ``"lookup"``,
-            ``"none"`` or None, a DFlash checkpoint or a smaller causal language model (folder or
-            hub id), or a drafter, which is returned as it is.
+            ``"none"`` or None, a DFlash checkpoint, an independent drafter or a smaller causal
+            language model (folder or hub id), or a drafter, which is returned as it is.
         target: the model to draft for.
         revision: branch, tag or commit of a hub id.
 
@@ -45,8 +48,14 @@ def load_drafter(
     if spec == "lookup":
         return LookupDrafter()
     name = str(spec)
-    if _is_dflash(_read_config(name, revision)):
+    config = read_config(name, revision)
+    if _is_dflash(config):
         return _block_diffusion(name, target, revision)
+    if is_independent(config):
+        network = load_independent(
+            name, revision=revision, dtype=target.dtype, device=target.device
+        )
+        return IndependentDrafter(network, target)
     return _autoregressive(name, target, revision)
 
 
@@ -68,6 +77,8 @@ def _shipped(target: Target) -> Drafter | None:
 def shipped_folder(target: Target) -> Path | None:
     """Folder of the drafter inside the package that was made for a target of this shape, if any."""
     for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):
+        if not _is_dflash(read_config(str(folder), None)):
+            continue
         config, _ = load_draft(folder, dtype=target.dtype)
         if _fits(config, target):
             return folder
@@ -109,7 +120,7 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
     return any(key in config for key in _DFLASH_KEYS) or any("DFlash" in name for name in names)
 
 
-def _read_config(name: str, revision: str | None) -> Mapping[str, Any]:
+def read_config(name: str, revision: str | None) -> Mapping[str, Any]:
     """The ``config.json`` of a folder or hub id; {} where there can be none (GGUF, demo)."""
     path = Path(name).expanduser()
     if path.is_dir():

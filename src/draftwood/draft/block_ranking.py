@@ -1,0 +1,130 @@
+"""From the hidden rows of drafted blocks to their best prefixes, through as much head as needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftwood.draft.base import DraftContext, DraftLimits
+from draftwood.draft.block_pass import few_rows
+from draftwood.draft.ranking import Ranked, Ranker
+from draftwood.draft.steering import Columns
+from draftwood.tree.enumerate import top_prefixes_from_candidates
+from draftwood.tree.tree import ScoredPrefixes
+
+# On CPU the head costs as much as the rest of the pass; its deeper rows are computed only where
+# they can matter.
+_FIRST_DEPTHS = 8
+
+
+class BlockRanking:
+    """Head, ranking and enumeration of a block-diffusion drafter.
+
+    Args:
+        head: [V, H] weight.
+        columns: what the columns of the logits stand for.
+        use_noise: at temperature > 0, rank by the request's noise too (see ``ranking``).
+        scale, softcap: applied to the logits.
+    """
+
+    def __init__(
+        self,
+        head: torch.Tensor,
+        columns: Columns,
+        *,
+        use_noise: bool = True,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        self._head, self._scale, self._softcap = head, scale, softcap
+        self._ranker = Ranker(columns, use_noise=use_noise)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., V] scores of normed rows [..., H]."""
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self._head.device, self._head.dtype)
+        scores = few_rows(flat, self._head).reshape(*hidden.shape[:-1], -1)
+        if self._scale != 1.0:
+            scores = scores * self._scale
+        cap = self._softcap
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def best(
+        self,
+        hidden: torch.Tensor,
+        contexts: Sequence[DraftContext],
+        limits: DraftLimits,
+        max_depths: Sequence[int],
+        logits: torch.Tensor | None = None,
+    ) -> tuple[ScoredPrefixes, list[tuple[Ranked, ...]]]:
+        """The best prefixes, and the rankings they were made of (for ``learn``).
+
+        Args:
+            hidden: [S, depth, H] rows that predict depths 1 … depth.
+            max_depths: [S] deepest prefix of each context.
+            logits: [S, r, V] scores of the first rows, where they are already known.
+        """
+        depth = hidden.shape[1]
+        if logits is None or logits.shape[1] == 0:
+            few = hidden.device.type == "cpu" and limits.max_width != 1
+            logits = self.logits(hidden[:, : _FIRST_DEPTHS if few else depth])
+        logits = logits[:, :depth]
+        first = logits.shape[1]
+        parts = [self._rank(logits, 0, contexts, limits)]
+        scored = _enumerate(parts, limits, max_depths)
+        if first < depth and not _is_settled(scored, parts[0], limits, max_depths):
+            parts.append(self._rank(self.logits(hidden[:, first:]), first, contexts, limits))
+            scored = _enumerate(parts, limits, max_depths)
+        return scored, list(zip(*parts, strict=True))
+
+    def learn(self, ranked: Sequence[Ranked], picks: Sequence[int]) -> None:
+        """Take in the target's own tokens at depths 1, 2, … of a proposal."""
+        for part in ranked:
+            here = picks[part.depths[0] - 1 :]
+            for row, token_id in zip(range(len(part.depths)), here, strict=False):
+                self._ranker.learn(part, row, token_id)
+
+    def _rank(
+        self,
+        scores: torch.Tensor,
+        above: int,
+        contexts: Sequence[DraftContext],
+        limits: DraftLimits,
+    ) -> list[Ranked]:
+        """Candidates of each sequence at depths above + 1, above + 2, …; scores [S, depths, V]."""
+        depths = range(above + 1, above + scores.shape[1] + 1)
+        count = min(limits.max_nodes, limits.max_width or limits.max_nodes)
+        return [
+            self._ranker.rank(rows, depths, context, count)
+            for rows, context in zip(scores, contexts, strict=True)
+        ]
+
+
+def _enumerate(
+    parts: Sequence[Sequence[Ranked]], limits: DraftLimits, max_depths: Sequence[int]
+) -> ScoredPrefixes:
+    """Best prefixes of S sequences, whose depths come in parts of S rankings each."""
+    return top_prefixes_from_candidates(
+        torch.cat([torch.stack([one.log_probs for one in part]) for part in parts], dim=1),
+        torch.cat([torch.stack([one.token_ids for one in part]) for part in parts], dim=1),
+        limits.max_nodes,
+        max_depths=max_depths,
+    )
+
+
+def _is_settled(
+    scored: ScoredPrefixes,
+    ranked: Sequence[Ranked],
+    limits: DraftLimits,
+    max_depths: Sequence[int],
+) -> bool:
+    """Whether no prefix deeper than the ranked rows is among the best, in any sequence.
+
+    A deeper one is at most as probable as the best prefix of all ranked depths.
+    """
+    full = scored.max_nodes == limits.max_nodes
+    for row, (one, max_depth) in enumerate(zip(ranked, max_depths, strict=True)):
+        deepest = float(one.log_probs[:, 0].sum())
+        if max_depth > len(one.depths) and not (full and scored.log_probs[row, -1] >= deepest):
+            return False
+    return True

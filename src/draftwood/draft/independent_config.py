@@ -1,0 +1,213 @@
+"""What an independent drafter is made of: a language model's own configuration, and our section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwood.draft.rope import RopeConfig
+
+SECTION = "draftwood"
+KIND = "independent"
+
+# Model types whose layers are RMS norms, rotary attention without window, and SwiGLU.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Keys that change what the network computes and that this implementation does not have.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+}
+
+_DROPPED = (SECTION, "_name_or_path", "id2label", "label2id", "return_dict", "problem_type")
+
+
+@dataclass(frozen=True)
+class IndependentConfig:
+    """An independent block-diffusion drafter (D3D).
+
+    Attributes:
+        raw: the body's own configuration as transformers writes it, without our section.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads, head_dim, vocab_size, rms_norm_eps, max_position_embeddings:
+            of the body.
+        qkv_bias, out_bias, has_qk_norm: what its attention has.
+        rope: its position embedding.
+        tied: whether its head is its embedding table.
+        block_size: rows of a block, anchor included.
+        mask_token_id: token that stands for a position to predict.
+        layers: layers of the original body that are kept, by their index there.
+        borrows: its embeddings and head are the target's.
+        tokenizer: fingerprint of the tokenizer it was trained with; None if not recorded.
+    """
+
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    qkv_bias: bool
+    out_bias: bool
+    has_qk_norm: bool
+    rope: RopeConfig
+    tied: bool
+    block_size: int
+    mask_token_id: int
+    layers: tuple[int, ...]
+    borrows: bool
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise ValueError(
+                f"block_size must be at least 2 (anchor and a mask), got {self.block_size}"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
+                f"{self.vocab_size}; name an unused token of the target"
+            )
+        if not self.layers or len(self.layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"the drafter has {self.num_hidden_layers} layers but lists {list(self.layers)} "
+                "as kept; list each once"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+
+    @property
+    def horizon(self) -> int:
+        """Deepest position it predicts."""
+        return self.block_size - 1
+
+    @property
+    def head_size(self) -> int:
+        """Columns of the logits."""
+        return self.vocab_size
+
+
+def body_config(
+    raw: Mapping[str, Any],
+    *,
+    block_size: int,
+    mask_token_id: int,
+    layers: tuple[int, ...],
+    borrows: bool,
+    tokenizer: str | None,
+) -> IndependentConfig:
+    """A drafter from a language model's ``config.json`` (or ``config.to_dict()``).
+
+    Args:
+        layers: kept layers of the original body; as many as the returned drafter has.
+
+    Raises:
+        ValueError: a family or feature that blocks cannot run through, or a missing key.
+    """
+    body = {key: value for key, value in raw.items() if value is not None and key not in _DROPPED}
+    family = str(body.get("model_type"))
+    if family not in FAMILIES:
+        raise ValueError(
+            f"a body of type {family!r} cannot be an independent drafter; use one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    for key, allowed in _REFUSED.items():
+        if body.get(key) is not None and body[key] not in allowed:
+            raise ValueError(f"the body sets {key} = {body[key]!r}; only {allowed[0]!r} works here")
+    longest = int(_need(body, "max_position_embeddings"))
+    window = body.get("sliding_window")
+    if family == "mistral" and window is not None and window < longest:
+        raise ValueError(
+            f"the body has a sliding window of {window} tokens, shorter than its context of "
+            f"{longest}; use a body with full attention"
+        )
+    body["num_hidden_layers"] = len(layers)
+    if isinstance(body.get("layer_types"), (list, tuple)):
+        body["layer_types"] = ["full_attention"] * len(layers)
+    heads, hidden = int(_need(body, "num_attention_heads")), int(_need(body, "hidden_size"))
+    has_bias = bool(body.get("attention_bias", False))
+    return IndependentConfig(
+        raw=body,
+        hidden_size=hidden,
+        intermediate_size=int(_need(body, "intermediate_size")),
+        num_hidden_layers=len(layers),
+        num_attention_heads=heads,
+        num_key_value_heads=int(body.get("num_key_value_heads") or heads),
+        head_dim=int(body.get("head_dim") or hidden // heads),
+        vocab_size=int(_need(body, "vocab_size")),
+        rms_norm_eps=float(_need(body, "rms_norm_eps")),
+        max_position_embeddings=longest,
+        qkv_bias=family == "qwen2" or has_bias,
+        out_bias=family in ("llama", "qwen3") and has_bias,
+        has_qk_norm=family == "qwen3",
+        rope=RopeConfig.from_json(body),
+        tied=bool(body.get("tie_word_embeddings", False)),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        layers=layers,
+        borrows=borrows,
+        tokenizer=tokenizer,
+    )
+
+
+def is_independent(raw: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of an independent drafter."""
+    section = raw.get(SECTION)
+    return isinstance(section, Mapping) and section.get("kind") == KIND
+
+
+def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
+    """Read the ``config.json`` of a drafter folder.
+
+    Raises:
+        ValueError: it is not one, lacks a key, or asks for a network we do not have.
+    """
+    if not is_independent(raw):
+        raise ValueError(
+            f"config.json has no {SECTION!r} section of kind {KIND!r}; this is no independent "
+            "drafter"
+        )
+    section = raw[SECTION]
+    layers = tuple(int(i) for i in _need(section, "layers"))
+    if raw.get("num_hidden_layers") != len(layers):
+        raise ValueError(
+            f"config.json has num_hidden_layers = {raw.get('num_hidden_layers')} but keeps layers "
+            f"{list(layers)}; restore the file"
+        )
+    return body_config(
+        raw,
+        block_size=int(_need(section, "block_size")),
+        mask_token_id=int(_need(section, "mask_token_id")),
+        layers=layers,
+        borrows=bool(_need(section, "borrows")),
+        tokenizer=section.get("tokenizer"),
+    )
+
+
+def independent_to_json(config: IndependentConfig) -> dict[str, Any]:
+    """The ``config.json`` of a drafter: the body's, with our section."""
+    section = {
+        "kind": KIND,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "layers": list(config.layers),
+        "borrows": config.borrows,
+        "tokenizer": config.tokenizer,
+    }
+    return {**config.raw, SECTION: section}
+
+
+def _need(raw: Mapping[str, Any], key: str) -> Any:
+    if raw.get(key) is None:
+        raise ValueError(f"the drafter's configuration lacks {key!r}; add it to config.json")
+    return raw[key]

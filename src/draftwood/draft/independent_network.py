@@ -1,0 +1,284 @@
+"""A language model's layers, run on rows whose attention somebody else defines.
+
+The body of an independent drafter (D3D): a causal language model that also predicts blocks. What
+a row sees is the only difference between its prefix rows, its block rows, training and decoding,
+so the network takes attention as a function and knows nothing of masks.
+
+Shapes: N packed rows; G groups (responses) of C tokens with n blocks of B rows; H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from draftwood.draft.block_pass import few_rows
+from draftwood.draft.independent_config import IndependentConfig
+from draftwood.draft.layers import RMSNorm, attend_blocks
+from draftwood.draft.rope import rotate
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries [N, heads, d], keys [N, kv, d], values [N, kv, d]) → [N, heads · d]; all three
+rotated and normed, queries not scaled."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [N, in] · weightᵀ + bias; fast for the few rows of a decoding step."""
+    if torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    return few_rows(x, weight, bias)
+
+
+class BodyAttention(nn.Module):
+    """Projections around an attention that is given."""
+
+    def __init__(self, config: IndependentConfig) -> None:
+        super().__init__()
+        heads, kv, dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        hidden = config.hidden_size
+        self.head_dim = dim
+        self.q_proj = nn.Linear(hidden, heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * dim, hidden, bias=config.out_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.has_qk_norm:
+            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        query, keys, values = (
+            linear(x, one.weight, one.bias).view(len(x), -1, self.head_dim)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, keys = self.q_norm(query), self.k_norm(keys)
+        mixed = attend(rotate(query, *turn), rotate(keys, *turn), values)
+        return linear(mixed, self.o_proj.weight, self.o_proj.bias)
+
+
+class BodyMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: IndependentConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = linear(x, self.gate_proj.weight, None)
+        return linear(F.silu(gate) * linear(x, self.up_proj.weight, None), self.down_proj.weight,
+                      None)  # fmt: skip
+
+
+class BodyLayer(nn.Module):
+    """Pre-norm transformer layer on packed rows [N, H]."""
+
+    def __init__(self, config: IndependentConfig) -> None:
+        super().__init__()
+        self.self_attn = BodyAttention(config)
+        self.mlp = BodyMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class IndependentNetwork(nn.Module):
+    """The drafter's network. Weight names are the body's own, without their ``model.`` prefix.
+
+    Embeddings and head are its own, or lent by the target (``borrow``) where the configuration
+    says so. Works in any floating dtype and on any device.
+    """
+
+    def __init__(self, config: IndependentConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(BodyLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        if not config.borrows:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            if not config.tied:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def stack(self) -> list[BodyLayer]:
+        """The layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, BodyLayer)]
+
+    def borrow(self, input_embeddings: torch.Tensor, output_embeddings: torch.Tensor) -> None:
+        """Use the target's tables [vocab, H]; they are never trained, saved or moved with it."""
+        self._lent = (input_embeddings.detach(), output_embeddings.detach())
+
+    def without(self, layer: int) -> IndependentNetwork:
+        """The same network minus one layer; all weights are shared."""
+        return self.keeping([i for i in range(len(self.layers)) if i != layer])
+
+    def keeping(self, kept: Sequence[int]) -> IndependentNetwork:
+        """The same network with only the layers ``kept``; all weights are shared.
+
+        Raises:
+            ValueError: nothing is kept.
+        """
+        if not kept:
+            raise ValueError("a drafter needs at least one layer")
+        raw = {**self.config.raw, "num_hidden_layers": len(kept)}
+        if raw.get("layer_types") is not None:
+            raw["layer_types"] = [raw["layer_types"][i] for i in kept]
+        layers = tuple(self.config.layers[i] for i in kept)
+        config = replace(self.config, raw=raw, layers=layers, num_hidden_layers=len(kept))
+        with torch.device("meta"):
+            smaller = IndependentNetwork(config)
+        smaller.layers = nn.ModuleList(self.layers[i] for i in kept)
+        smaller.norm, smaller.embed_tokens, smaller.lm_head = (
+            self.norm, self.embed_tokens, self.lm_head,
+        )  # fmt: skip
+        smaller._lent = self._lent
+        return smaller.train(self.training)
+
+    def target_ids(self) -> None:
+        """Columns of the logits are target token ids."""
+
+    def input_table(self) -> torch.Tensor:
+        """[vocab, H] embeddings, own or borrowed."""
+        return self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed()[0]
+
+    def head_weight(self) -> torch.Tensor:
+        """[vocab, H] head, own or borrowed."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        return self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed()[1]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., H] of token ids."""
+        return F.embedding(token_ids.to(self.input_table().device), self.input_table()).to(
+            self.device, self.dtype
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores [..., vocab] of normed hidden states."""
+        head = self.head_weight()
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(head.device, head.dtype)
+        return linear(flat, head, None).view(*hidden.shape[:-1], len(head))
+
+    def _borrowed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._lent is None:
+            raise ValueError(
+                "this drafter has no embeddings of its own; call borrow(target input embeddings, "
+                "target output embeddings) first"
+            )
+        return self._lent
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [N, 1, head_dim / 2] of absolute positions [N]."""
+        c = self.config
+        inverse, scale = c.rope.frequencies(c.head_dim, c.max_position_embeddings)
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        turns = positions[:, None, None].to(exact) * inverse.to(positions.device, exact)
+        return (turns.cos() * scale).to(self.dtype), (turns.sin() * scale).to(self.dtype)
+
+    def run(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Normed hidden states [N, H] of embedded rows x [N, H] at ``positions`` [N]."""
+        turn = self.angles(positions)
+        for index, layer in enumerate(self.stack()):
+            x = layer(x, turn, lambda q, k, v, index=index: attend(index, q, k, v))
+        return self.norm(x)
+
+    def forward(
+        self, context_ids: torch.Tensor, anchor_positions: torch.Tensor, block_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One packed pass over responses and many blocks of each.
+
+        Rows of the context are causal and see no block. A block sees the context *before its
+        anchor*, and itself in both directions.
+
+        Args:
+            context_ids: [G, C] tokens from position 0; padding only at the end.
+            anchor_positions: [G, n].
+            block_ids: [G, n, B] [anchor, mask, …].
+
+        Returns:
+            Normed hidden states: [G, C, H] of the context (row i predicts token i + 1), and
+            [G, n, B − 1, H] of the blocks (row j − 1 predicts token anchor + j).
+        """
+        groups, context_len = context_ids.shape
+        num_blocks, size = block_ids.shape[1:]
+        where = torch.arange(context_len, device=context_ids.device).expand(groups, -1)
+        rows = torch.arange(size, device=context_ids.device)
+        inside = (anchor_positions[..., None] + rows).reshape(groups, -1)
+        ids = torch.cat([context_ids, block_ids.reshape(groups, -1)], dim=1)
+        positions = torch.cat([where, inside], dim=1).flatten()
+        hidden_keys = (where[:, None] >= anchor_positions[..., None])[:, None, :, None]
+        attend = self._packed_attention(groups, context_len, num_blocks, hidden_keys)
+        hidden = self.run(self.embed(ids.flatten()), positions, attend).view(*ids.shape, -1)
+        blocks = hidden[:, context_len:].unflatten(1, (num_blocks, size))
+        return hidden[:, :context_len], blocks[:, :, 1:]
+
+    def _packed_attention(
+        self, groups: int, context_len: int, num_blocks: int, hidden_keys: torch.Tensor
+    ) -> Attend:
+        """Causal rows first, then blocks, in every group; hidden_keys [G, 1, n, 1, C]."""
+        c = self.config
+        kv, dim = c.num_key_value_heads, c.head_dim
+        share = c.num_attention_heads // kv
+
+        def attend(
+            _layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
+            q, k, v = (x.view(groups, -1, x.shape[1], dim) for x in (query, keys, values))
+            past = [x[:, :context_len].transpose(1, 2) for x in (q, k, v)]
+            every_key, every_value = (x.repeat_interleave(share, dim=1) for x in past[1:])
+            causal = sdpa(past[0], every_key, every_value, is_causal=True)
+            causal = causal.transpose(1, 2).flatten(2)
+            if num_blocks == 0:
+                return causal.flatten(0, 1)
+            own = [
+                x[:, context_len:].view(groups, num_blocks, -1, kv, dim).permute(0, 3, 1, 2, 4)
+                for x in (k, v)
+            ]
+            size = own[0].shape[3]
+            folded = q[:, context_len:].view(groups, num_blocks, size, kv, share, dim)
+            folded = folded.permute(0, 3, 1, 2, 4, 5).reshape(groups, kv, num_blocks, -1, dim)
+            mixed = attend_blocks(
+                folded * dim**-0.5, (past[1], past[2]), (own[0], own[1]), (hidden_keys, None), share
+            )
+            mixed = mixed.view(groups, kv, num_blocks, size, share, dim).permute(0, 2, 3, 1, 4, 5)
+            return torch.cat([causal, mixed.reshape(groups, num_blocks * size, -1)], 1).flatten(
+                0, 1
+            )
+
+        return attend

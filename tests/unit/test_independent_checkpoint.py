@@ -1,0 +1,127 @@
+"""Folders of independent drafters: written, read back, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftwood.draft.independent import IndependentDrafter
+from draftwood.draft.independent_checkpoint import (
+    fingerprint,
+    load_independent,
+    network_from_model,
+    save_independent,
+)
+from draftwood.draft.independent_config import FAMILIES
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.draft.load import load_drafter
+from draftwood.target.model import Target
+from tiny import tiny_model
+from tiny_folder import tiny_tokenizer
+
+VOCAB = 61
+IDS = torch.arange(3, 15)[None]
+BLOCK = torch.tensor([[[14, 0, 0, 0]]])
+PLAIN = {"use_sliding_window": False, "layer_types": None, "sliding_window": None}
+
+
+def made(family: str = "llama", *, borrows: bool = False, **extra: object) -> IndependentNetwork:
+    body = tiny_model(family, vocab=VOCAB, dtype=torch.float32, **PLAIN, **extra)
+    return network_from_model(
+        body, block_size=4, mask_token_id=0, layers=[0, 2, 3], borrows=borrows
+    )
+
+
+def save(folder: Path, network: IndependentNetwork) -> Path:
+    return save_independent(folder, network.config, network.state_dict(), dtype=torch.float32)
+
+
+def target_of(vocab: int = VOCAB, **extra: object) -> Target:
+    return Target(tiny_model("llama", vocab=vocab, dtype=torch.float32, **extra), probe=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_loads_back_and_is_still_a_language_model(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    network = made(family, tie_word_embeddings=tied)
+    loaded = load_independent(save(tmp_path / "draft", network))
+    assert loaded.config == network.config
+    body = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32).eval()
+    with torch.no_grad():
+        anchor = torch.tensor([[11]])
+        context, block = loaded(IDS, anchor, BLOCK)
+        torch.testing.assert_close(block, network(IDS, anchor, BLOCK)[1])
+        torch.testing.assert_close(loaded.logits(context), body(IDS).logits, rtol=0.0, atol=1e-4)
+
+
+def test_borrowing_saves_no_tables(tmp_path: Path) -> None:
+    target, network = target_of(), made(borrows=True)
+    folder = save(tmp_path / "draft", network)
+    drafter = load_drafter(folder, target)
+    assert isinstance(drafter, IndependentDrafter)
+    assert (folder / "model.safetensors").stat().st_size < 4.05 * sum(
+        weight.numel() for weight in network.parameters()
+    ) + 4096
+    network.borrow(target.input_embeddings(), target.output_embeddings())
+    with torch.no_grad():
+        expected = network.logits(network(IDS, torch.tensor([[11]]), BLOCK)[1])
+        mine = drafter._network.logits(drafter._network(IDS, torch.tensor([[11]]), BLOCK)[1])
+    torch.testing.assert_close(mine, expected)
+
+
+def test_other_vocabularies_and_tokenizers_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "draft", made())
+    with pytest.raises(ValueError, match="61 tokens, the target's 62"):
+        load_drafter(folder, target_of(62))
+    raw = json.loads((folder / "config.json").read_text())
+    tokenizer = tiny_tokenizer()
+    raw["draftwood"]["tokenizer"] = fingerprint(tokenizer)
+    (folder / "config.json").write_text(json.dumps(raw))
+    target = target_of()
+    assert isinstance(load_drafter(folder, target), IndependentDrafter)  # nothing to compare with
+    target.tokenizer = tokenizer
+    assert isinstance(load_drafter(folder, target), IndependentDrafter)
+    swapped = {**tokenizer.get_vocab(), "a": 5, "b": 4}
+    target.tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_drafter(folder, target)
+
+
+def test_a_borrower_of_another_width_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "draft", made(borrows=True))
+    with pytest.raises(ValueError, match="hidden size is 32 and the target's 48"):
+        load_drafter(folder, target_of(hidden_size=48))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 4}, "num_hidden_layers = 4 but keeps layers"),
+        ({"model_type": "gemma2"}, "of type 'gemma2'"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"draftwood": {"kind": "independent", "layers": [0, 2, 3]}}, "lacks 'block_size'"),
+    ],
+)
+def test_configurations_that_cannot_be_run_are_refused(
+    tmp_path: Path, change: dict, message: str
+) -> None:
+    folder = save(tmp_path / "draft", made())
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ValueError, match=message):
+        load_independent(folder)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    network = made()
+    state = {k: v for k, v in network.state_dict().items() if k != "layers.1.mlp.up_proj.weight"}
+    folder = save_independent(tmp_path / "draft", network.config, state)
+    with pytest.raises(ValueError, match=r"missing: layers.1.mlp.up_proj.weight"):
+        load_independent(folder)
