@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from draftwood.cli import chat, data, demo, eval_drafter, generate, info, train, view
+from draftwood.cli import bench, chat, data, demo, eval_drafter, generate, info, train, view
 from draftwood.cli.console import fail
 from draftwood.errors import DraftwoodError
 
@@ -71,4 +71,5 @@ app.command("info")(info.info)
 app.command("view")(view.view)
 app.command("data")(data.data)
 app.command("train")(train.train)
+app.command("bench")(bench.bench)
 app.command("eval-drafter")(eval_drafter.eval_drafter)

@@ -1,0 +1,120 @@
+"""Worker script (see ``worker.py``): llama.cpp's server in this process, by xllamacpp.
+
+Runs in an environment with ``pip install xllamacpp``; the model is a GGUF file. Tokens are
+counted and timed as the server streams them.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+
+
+def main():
+    """Answer JSON lines until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints is no answer
+    server = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            if message["op"] == "load":
+                server, versions = load(message)
+                answer = {"ok": True, "versions": versions}
+            else:
+                answer = {"ok": True, **run(server, message["requests"])}
+        except Exception as error:
+            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def load(message):
+    """(server, versions)."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise ImportError(
+            f"no xllamacpp in {sys.executable}; install it there: pip install xllamacpp"
+        ) from error
+    if not os.path.isfile(message["model"]):
+        raise FileNotFoundError(f"{message['model']!r} is no GGUF file")
+    params = xllamacpp.CommonParams()
+    params.model.path = message["model"]
+    params.n_parallel = message["max_concurrency"]
+    params.n_ctx = message["context_len"] * message["max_concurrency"]
+    params.cpuparams.n_threads = message["threads"]
+    params.cpuparams_batch.n_threads = message["threads"]
+    return xllamacpp.Server(params), {"xllamacpp": xllamacpp.__version__}
+
+
+def run(server, requests):
+    """Outputs of requests that are sent at once."""
+    outputs = [None] * len(requests)
+    begin = time.perf_counter()
+
+    def one(index):
+        outputs[index] = complete(server, requests[index], begin)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall_s = time.perf_counter() - begin
+    failed = [output for output in outputs if not isinstance(output, dict)]
+    if failed:
+        raise RuntimeError(f"the server did not answer: {failed[0]}")
+    return {"outputs": outputs, "wall_s": wall_s}
+
+
+def complete(server, request, begin):
+    """One streamed completion."""
+    arrivals, tokens, final = [], [], {}
+
+    def take(chunk):
+        for part in chunk if isinstance(chunk, list) else [chunk]:
+            if not isinstance(part, dict):
+                continue
+            if "error" in part:
+                raise RuntimeError(str(part["error"]))
+            new = part.get("tokens") or []
+            if new:
+                arrivals.append([time.perf_counter() - begin, len(new)])
+                tokens.extend(new)
+            if part.get("stop"):
+                final.update(part)
+        return False
+
+    server.handle_completions(
+        {
+            "prompt": request["prompt_ids"],
+            "n_predict": request["max_new_tokens"],
+            "temperature": request["temperature"],
+            "seed": request["seed"],
+            "top_k": 0 if request["temperature"] > 0 else 1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+        },
+        take,
+    )
+    timings = final.get("timings", {})
+    first_s = arrivals[0][0] if arrivals else 0.0
+    last_s = arrivals[-1][0] if arrivals else 0.0
+    num_decoded = max(0, len(tokens) - 1)
+    return {
+        "token_ids": tokens,
+        "finish_reason": "length" if final.get("stop_type") == "limit" else "stop",
+        "prefill_s": timings.get("prompt_ms", first_s * 1e3) / 1e3,
+        "decode_s": last_s - first_s,
+        "num_decoded": num_decoded,
+        "arrivals": arrivals,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The ways to decode that can be compared, as data, and how to make one ready."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from draftwood.bench.engines.base import Runner
+from draftwood.bench.engines.own import OwnRunner
+from draftwood.bench.engines.worker import SCRIPTS, WorkerRunner
+from draftwood.draft.base import Drafter, NullDrafter
+from draftwood.draft.load import load_drafter, shipped_folder
+from draftwood.draft.lookup import LookupDrafter
+from draftwood.errors import DraftwoodError
+from draftwood.target.model import Target
+from draftwood.tree.budget import BudgetPolicy, parse_budget
+
+REFERENCE = "ar"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: as the user wrote it; identifies its results.
+        engine: ``own`` (this package), ``transformers``, or a key of ``SCRIPTS``.
+        drafter: ``none``, ``given`` (the benchmark's drafter) or ``lookup``.
+        budget: of the own engine.
+        ahead: draft while the target verifies.
+    """
+
+    name: str
+    engine: str = "own"
+    drafter: str = "given"
+    budget: str = "auto"
+    ahead: bool = False
+
+
+_NAMED = {
+    method.name: method
+    for method in (
+        Method("ar", drafter="none", budget="off"),
+        Method("chain", budget="chain"),
+        Method("auto"),
+        Method("convex", budget="convex"),
+        Method("roofline", budget="roofline"),
+        Method("lookup", drafter="lookup"),
+        Method("async", ahead=True),
+        Method("hf-ar", engine="transformers", drafter="none"),
+        Method("hf-dflash", engine="transformers"),
+        *(Method(name, engine=name, drafter="none") for name in SCRIPTS),
+    )
+}
+_WITH_BUDGET = {"tree", "lookup", "async"}  # tree:32, lookup:16, async:auto
+
+
+def parse_method(text: str) -> Method:
+    """The method a user means: a name, or one with a budget (``tree:32``, ``lookup:8``).
+
+    Raises:
+        ValueError: no such method or budget.
+    """
+    name, colon, budget = text.strip().partition(":")
+    if not colon and name in _NAMED:
+        return _NAMED[name]
+    if not colon or name not in _WITH_BUDGET:
+        known = ", ".join([*_NAMED, *(f"{name}:N" for name in sorted(_WITH_BUDGET))])
+        raise ValueError(f"there is no method {text!r}; choose from {known}")
+    parse_budget(budget)
+    base = _NAMED.get(name, Method("tree"))
+    return Method(text.strip(), base.engine, base.drafter, budget, base.ahead)
+
+
+def method_names() -> list[str]:
+    """All names that this installation can run, outside engines included."""
+    has_ahead = importlib.util.find_spec("draftwood.ahead") is not None
+    names = [name for name in _NAMED if name != "async" or has_ahead]
+    return [*names, "tree:N"]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Where an outside engine is: the Python of its environment, and the model it loads."""
+
+    python: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all methods share.
+
+    Attributes:
+        target: the model.
+        target_name: as the user named it.
+        drafter: name of the drafter, as for ``draftwood.load``.
+        outside: environments of outside engines.
+        max_concurrency: most requests at once.
+        context_len: longest prompt with its output, for engines that reserve memory.
+    """
+
+    target: Target
+    target_name: str
+    drafter: str = "auto"
+    outside: Mapping[str, Outside] = field(default_factory=dict)
+    max_concurrency: int = 1
+    context_len: int = 4096
+
+    @cached_property
+    def given(self) -> Drafter:
+        """The benchmark's drafter, never used itself."""
+        return load_drafter(self.drafter, self.target)
+
+    @property
+    def drafter_folder(self) -> str | None:
+        """Where the weights of the benchmark's drafter are; None if it has none."""
+        if self.drafter in ("none", "lookup"):
+            return None
+        if self.drafter == "auto":
+            folder = shipped_folder(self.target)
+            return None if folder is None else str(folder)
+        return self.drafter
+
+
+def open_runner(method: Method, bench: Bench, temperature: float) -> Runner:
+    """Make a method ready.
+
+    Raises:
+        ValueError, DraftwoodError: it cannot run here; the message says why.
+    """
+    if method.engine == "own":
+        return _own(method, bench)
+    if method.engine == "transformers":
+        return _transformers(method, bench, temperature)
+    if method.engine not in bench.outside:
+        raise ValueError(
+            f"{method.name} runs in an environment of its own; name its Python and model: "
+            f"--engine {method.name}=/path/to/python:/path/to/model"
+        )
+    import torch
+
+    place = bench.outside[method.engine]
+    return WorkerRunner(
+        method.engine, place.python, place.model, sorted(bench.target.eos_token_ids),
+        threads=torch.get_num_threads(), max_concurrency=bench.max_concurrency,
+        context_len=bench.context_len, dtype=str(bench.target.dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
+def _own(method: Method, bench: Bench) -> Runner:
+    drafters = {"none": NullDrafter, "lookup": LookupDrafter, "given": lambda: bench.given}
+    drafter = drafters[method.drafter]()
+
+    def new_policy() -> BudgetPolicy:
+        return parse_budget(method.budget)
+
+    return OwnRunner(bench.target, drafter, new_policy, _ahead if method.ahead else _as_it_is)
+
+
+def _as_it_is(drafter: Drafter) -> Drafter:
+    return drafter
+
+
+def _ahead(drafter: Drafter) -> Drafter:
+    try:
+        from draftwood.ahead import AheadDrafter
+    except ImportError as error:
+        raise DraftwoodError(
+            "this version of draftwood cannot draft while the target verifies; leave 'async' out"
+        ) from error
+    wrapped: Drafter = AheadDrafter(drafter)
+    return wrapped
+
+
+def _transformers(method: Method, bench: Bench, temperature: float) -> Runner:
+    from draftwood.bench.engines.transformers import TransformersRunner
+
+    if method.drafter == "none":
+        return TransformersRunner(bench.target, temperature)
+    from draftwood.draft.hf_adapter import DFlashAssistant
+
+    folder = bench.drafter_folder
+    if folder is None:
+        raise ValueError(
+            f"{method.name} needs a DFlash drafter and {bench.drafter!r} is none for this target; "
+            "give one with --drafter"
+        )
+    options: dict[str, Any] = {"dtype": bench.target.dtype, "device": bench.target.device}
+    assistant = DFlashAssistant.from_pretrained(folder, **options)
+    return TransformersRunner(bench.target, temperature, assistant)

@@ -1,0 +1,136 @@
+"""What a measurement depends on besides its settings: code, versions, machine, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def provenance() -> dict[str, Any]:
+    """Command, time, versions, commit and hardware, as JSON."""
+    import draftwood
+
+    return {
+        "command": shlex.join(sys.argv),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "draftwood": draftwood.__version__,
+            "python": platform.python_version(),
+            **{name: found for name in PACKAGES if (found := _version(name))},
+        },
+        "commit": _commit(Path(draftwood.__file__).parent),
+        "hardware": _hardware(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit(folder: Path) -> str | None:
+    """Commit of the checkout the package runs from, ``-dirty`` if tracked files differ."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40",
+             "--exclude=*"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "logical_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "load_before": _load(),
+    }
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _load() -> float | None:
+    """Other work on the machine: processes that wanted to run during the last minute."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def weights_checksums(name: str) -> dict[str, str]:
+    """SHA-256 of every weights file behind a model name; {} for what has none.
+
+    Args:
+        name: folder, GGUF file or hub id that has been loaded before, or ``demo``.
+    """
+    path = _local(name)
+    if path is None:
+        return {}
+    files = [path] if path.is_file() else sorted(f for p in WEIGHTS for f in path.glob(p))
+    return {file.name: _sha256(file) for file in files}
+
+
+def _local(name: str) -> Path | None:
+    if name == "demo":
+        from draftwood.target.demo import ensure_demo
+
+        return ensure_demo()
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WEIGHTS), local_files_only=True))
+    except (ValueError, HfHubHTTPError, LocalEntryNotFoundError):
+        return None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        if hasattr(hashlib, "file_digest"):
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+        digest = hashlib.sha256()  # Python 3.10
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
