@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -105,11 +105,41 @@ class Drafter(Protocol):
         ...
 
 
+AheadSource = Literal["hit", "soft", "miss", "standby"]
+
+
+@dataclass(frozen=True)
+class AheadStats:
+    """What one cycle of one sequence had to do with drafting ahead.
+
+    Attributes:
+        source: where its draft came from: a branch that foresaw the bonus token (``"hit"``), one
+            that left it open (``"soft"``), a draft made on the spot (``"miss"``), or the drafter
+            that stands in while the worker is away (``"standby"``).
+        num_branches: branches drafted while this cycle was verified.
+        hit_prob: the predicted probability that one of them foresees the next bonus token.
+    """
+
+    source: AheadSource
+    num_branches: int = 0
+    hit_prob: float = 0.0
+
+
+@runtime_checkable
 class Prefetching(Protocol):
     """A drafter that can work while the target verifies."""
 
     def prefetch(self, contexts: Sequence[DraftContext], tree: DraftTree) -> None:
-        """Start drafting for the likely outcomes of ``tree``; must not block."""
+        """Start drafting for the likely outcomes of ``tree``; must not block.
+
+        Args:
+            contexts: the sequences of the last ``propose``.
+            tree: what is verified of them; one sequence per context.
+        """
+        ...
+
+    def take_stats(self, seq_id: int) -> AheadStats | None:
+        """Of the cycle that was just observed; None if it drafted nothing. Forgets them."""
         ...
 
 

@@ -153,6 +153,17 @@ class DraftTree:
         found = np.flatnonzero(self.parents[start:end] == node) + start
         return {int(self.token_ids[child]): int(child) for child in found}
 
+    def only(self, indices: Sequence[int]) -> DraftTree:
+        """The trees of some sequences, in this order."""
+        if list(indices) == list(range(self.num_seqs)):
+            return self
+        parts = []
+        for start, end in map(self.span, indices):
+            above = self.parents[start:end]
+            local = np.where(above < 0, NO_PARENT, above - start)
+            parts.append(_single(self.token_ids[start:end], local, self.depths[start:end]))
+        return DraftTree.pack(parts)
+
     @staticmethod
     def grow(
         anchors: Sequence[int], scored: ScoredPrefixes, counts: Sequence[int] | IntArray

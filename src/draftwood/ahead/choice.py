@@ -1,0 +1,116 @@
+"""Which outcomes to draft for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from draftwood.ahead.outcomes import UNKNOWN, Outcomes
+from draftwood.tree.tree import IntArray
+
+
+class Choice(Protocol):
+    """Chooses the outcomes that get a branch. The decoding rule never depends on it."""
+
+    def choose(self, outcomes: Outcomes, most: int) -> Outcomes:
+        """At most ``most`` of ``outcomes``, which are all those of the sequences at hand."""
+        ...
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The most probable outcomes, over all sequences together.
+
+    Attributes:
+        soft_weight: worth of a branch whose bonus token is unknown, next to one that knows it:
+            it serves any token, with a poorer draft. 0 takes none.
+    """
+
+    soft_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.soft_weight <= 1.0:
+            raise ValueError(f"soft_weight must lie in 0 … 1, got {self.soft_weight}")
+
+    def choose(self, outcomes: Outcomes, most: int) -> Outcomes:
+        worth = np.where(outcomes.is_known, 1.0, self.soft_weight) * outcomes.probs
+        order = np.argsort(-worth, kind="stable")
+        return outcomes.take(order[worth[order] > 0.0][:most])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The D3D paper's: C−1 rejection positions × F alternatives, and full acceptance.
+
+    Along the best path of each tree: the walk ends before its i-th node, i < C, with one of the F
+    most probable other tokens; or at its end, with any token. That is (C−1)F + 1 branches beside
+    the path itself, N_async = B[(C−1)F + 2] tokens for one sequence with B a block.
+
+    Attributes:
+        positions: C; None takes what fits.
+        alternatives: F; None takes what fits.
+    """
+
+    positions: int | None = None
+    alternatives: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("positions", self.positions), ("alternatives", self.alternatives)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be ≥ 1 or None, got {value}")
+
+    def choose(self, outcomes: Outcomes, most: int) -> Outcomes:
+        if len(outcomes) == 0:
+            return outcomes
+        num_seqs = int(outcomes.seq.max()) + 1
+        each = max(most // num_seqs, 1)
+        return Outcomes.join(
+            [self._one(outcomes.take(outcomes.seq == s), each) for s in range(num_seqs)]
+        )
+
+    def _one(self, outcomes: Outcomes, most: int) -> Outcomes:
+        """One sequence: of the grids that fit, the one of the highest probability."""
+        if len(outcomes) == 0:
+            return outcomes
+        path = _main_path(outcomes)
+        on_path = path[outcomes.depths] == outcomes.nodes
+        full = np.flatnonzero(on_path & ~outcomes.is_known & (outcomes.depths == len(path) - 1))
+        inside = on_path & outcomes.is_known
+        rank = _ranks(outcomes)
+        best, best_prob = full, -1.0
+        fixed = self.positions
+        for positions in range(1, len(path) + 1) if fixed is None else [fixed]:
+            rejections = positions - 1
+            alternatives = self.alternatives or (most - 1) // max(rejections, 1)
+            if rejections * alternatives >= most and (fixed is None or self.alternatives is None):
+                continue
+            cells = np.flatnonzero(inside & (outcomes.depths < rejections) & (rank < alternatives))
+            prob = float(outcomes.probs[cells].sum())
+            if prob > best_prob:
+                best, best_prob = np.concatenate([full, cells]), prob
+        return outcomes.take(best[:most])
+
+
+def _main_path(outcomes: Outcomes) -> IntArray:
+    """Of each depth, the node where a walk is most likely to end; in a chain, its only node."""
+    depth = int(outcomes.depths.max())
+    ends = np.bincount(outcomes.nodes, weights=outcomes.probs)
+    path = np.full(depth + 1, -1)
+    for node, at in zip(outcomes.nodes.tolist(), outcomes.depths.tolist(), strict=True):
+        if path[at] < 0 or ends[node] > ends[path[at]]:
+            path[at] = node
+    return path
+
+
+def _ranks(outcomes: Outcomes) -> IntArray:
+    """[M] rank of each known outcome among those of its node, from 0."""
+    rank = np.zeros(len(outcomes), dtype=np.int64)
+    seen: dict[int, int] = {}
+    for i in np.argsort(-outcomes.probs, kind="stable").tolist():
+        if outcomes.bonus[i] != UNKNOWN:
+            node = int(outcomes.nodes[i])
+            rank[i] = seen.get(node, 0)
+            seen[node] = int(rank[i]) + 1
+    return rank

@@ -1,0 +1,156 @@
+"""What to draft ahead, and what is learned from what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from draftwood.ahead.choice import Choice, Likeliest
+from draftwood.ahead.messages import Drafted
+from draftwood.ahead.miss import MissDepth
+from draftwood.ahead.outcomes import branch_tree, columns_of, frontier
+from draftwood.ahead.pace import Pace
+from draftwood.draft.base import AheadSource, DraftContext, DraftLimits
+from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
+
+_CHAIN_NODES = 256  # prefixes among which a chain and its alternatives are looked for
+_SPARE_PER_BRANCH = 4  # further prefixes, to find the outcomes of a tree in
+
+
+@dataclass(frozen=True)
+class AheadOptions:
+    """How to draft ahead.
+
+    Attributes:
+        choice: which outcomes get a branch.
+        num_branches: branches per pass, over all sequences; None: as many as fit into the time
+            that the target takes.
+        max_branches: bound for None.
+        head_rows: rows of each branch that go through the drafter's head at once; the rest
+            follows for the branch that came true. None: all.
+        timeout_s: a worker that does not answer for so long is given up.
+    """
+
+    choice: Choice = field(default_factory=Likeliest)
+    num_branches: int | None = None
+    max_branches: int = 32
+    head_rows: int | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.num_branches is not None and self.num_branches < 0:
+            raise ValueError(f"num_branches must be ≥ 0 or None, got {self.num_branches}")
+        if self.max_branches < 1:
+            raise ValueError(f"max_branches must be ≥ 1, got {self.max_branches}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be > 0, got {self.timeout_s}")
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What to draft while a tree is verified.
+
+    Attributes:
+        tree, anchors: as ``draft_branches`` takes them.
+        num_branches: [S] of each sequence.
+        hit_probs: [S] predicted probability that the bonus token will have been foreseen.
+    """
+
+    tree: DraftTree
+    anchors: IntArray
+    num_branches: IntArray
+    hit_probs: np.ndarray
+
+
+class Planner:
+    """Chooses branches, and learns how long they take and how often they come true.
+
+    Attributes:
+        pace: the seconds.
+        planned: branches that a budget policy has settled on for the coming pass.
+    """
+
+    def __init__(self, options: AheadOptions) -> None:
+        self.options = options
+        self.pace = Pace(options.max_branches)
+        self.planned: int | None = None
+        self._misses = MissDepth()
+        self._last_depth_is_whole = True
+
+    def widened(self, limits: DraftLimits) -> DraftLimits:
+        """What to ask the drafter for, so that the outcomes of the tree are among it too."""
+        if limits.max_width is not None:
+            return DraftLimits(max(limits.max_nodes, _CHAIN_NODES))
+        most = self.options.num_branches or self.options.max_branches
+        return DraftLimits(limits.max_nodes + _SPARE_PER_BRANCH * most)
+
+    def miss_depth(self, horizon: int) -> int:
+        """How deep a draft may go that the target has to wait for."""
+        depth = self._misses.depth(horizon, self.pace.window_s or 0.0)
+        self._last_depth_is_whole = depth == horizon
+        return depth
+
+    def takes_soft(self) -> bool:
+        """Whether a branch without the bonus token is better than drafting now."""
+        return self.pace.takes_soft(self.pace.window_s or 0.0)
+
+    def branches(
+        self,
+        contexts: Sequence[DraftContext],
+        scored: ScoredPrefixes,
+        tree: DraftTree,
+        *,
+        has_soft: bool,
+    ) -> Branches | None:
+        """What to draft while ``tree`` is verified; None for nothing.
+
+        Args:
+            contexts: the sequences of ``tree``.
+            scored: what was drafted for them, more than is verified.
+            tree: what is verified.
+            has_soft: whether the drafter can leave the bonus token open.
+        """
+        most, self.planned = self._most(), None
+        columns = [columns_of(scored, s, tree, s) for s in range(len(contexts))]
+        outcomes = frontier(scored, columns)
+        # A path of depth d emits d + 1 tokens: without room for more there is nothing to draft.
+        rooms = np.array([context.max_depth for context in contexts])[outcomes.seq]
+        useful = rooms - outcomes.depths - 1 > 0
+        useful &= has_soft | outcomes.is_known
+        chosen = self.options.choice.choose(outcomes.take(useful), most) if most else outcomes
+        if not most or len(chosen) == 0:
+            return None
+        wide, anchors = branch_tree(tree, chosen)
+        size = len(contexts)
+        known = np.where(chosen.is_known, chosen.probs, 0.0)
+        return Branches(
+            wide,
+            anchors,
+            np.bincount(chosen.seq, minlength=size),
+            np.minimum(np.bincount(chosen.seq, weights=known, minlength=size), 1.0),
+        )
+
+    def learn(self, reply: Drafted, branches: Branches | None) -> None:
+        """What became of ``branches`` (None: there were none)."""
+        pace = self.pace
+        if reply.ahead_s is not None and branches is not None:
+            pace.observe_ahead(len(branches.anchors), reply.ahead_s)
+        if reply.draft_s is not None:
+            pace.observe_draft(reply.draft_s)
+            self._misses.observe(self._last_depth_is_whole, reply.draft_s)
+        if branches is not None:
+            pace.hit_trust.observe(reply.sources.count("hit"), float(branches.hit_probs.sum()))
+
+    def learn_tokens(self, source: AheadSource, num_tokens: int) -> None:
+        """Tokens of a cycle whose draft came from ``source``."""
+        if source == "miss" and self._last_depth_is_whole:
+            self._misses.observe_tokens(num_tokens)
+        self.pace.observe_tokens(source, num_tokens)
+
+    def _most(self) -> int:
+        if self.planned is not None:
+            return self.planned
+        fixed = self.options.num_branches
+        return fixed if fixed is not None else self.pace.num_branches()
