@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from draftwood.ahead.drafter import AheadDrafter
+from draftwood.ahead.load import load_ahead
+from draftwood.ahead.policy import AheadBudget
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter
 from draftwood.draft.surrogate import Surrogate
@@ -27,6 +30,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     calibrate: bool = True,
+    ahead: str | None = None,
     **engine_options: Any,
 ) -> Engine:
     """Load a target and a drafter and put an engine on them.
@@ -43,6 +47,9 @@ def load(
         calibrate: with a budget that adapts, measure the target for up to a few seconds unless
             that was done before on this machine, and use and keep what is learned about the
             drafter's probabilities. False: start from nothing and leave nothing behind.
+        ahead: draft for what may come of a verification while it runs: in a ``"thread"``, on
+            another device (``"cuda:1"``) or in a ``"process"``; None drafts when it is needed.
+            The drafter must need nothing but tokens. See docs/async.md.
         engine_options: passed to ``Engine`` (``max_batch``, ``prefill_chunk_len``, ``on_cycle``;
             ``latency`` and ``surrogate`` replace what is measured and learned).
 
@@ -51,7 +58,7 @@ def load(
     """
     constant = is_constant(budget)  # a malformed budget fails before anything is loaded
     model = load_target(target, dtype=dtype, device=device) if isinstance(target, str) else target
-    proposer = load_drafter(drafter, model)
+    proposer = load_drafter(drafter, model) if not ahead else load_ahead(drafter, model, ahead)
     adapts = proposer.horizon > 0 and not constant
     options: dict[str, Any] = {}
     if adapts:
@@ -60,6 +67,8 @@ def load(
         if calibrate:
             options["latency"] = OnlineLatency(calibrated(model, proposer.taps))
     policy = parse_budget(budget, lambda: fitted_roofline(model, proposer.taps))
+    if isinstance(proposer, AheadDrafter) and budget == "auto":
+        policy = AheadBudget(proposer.planner)
     engine = Engine(model, proposer, policy, **{**options, **engine_options})
     if engine.surrogate is not None:
         keep_at_end(engine, engine.surrogate)

@@ -56,6 +56,7 @@ def chat(
     budget: options.Budget = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    ahead: options.Ahead = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -71,7 +72,7 @@ def chat(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
         repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    engine = open_engine(target, drafter, budget, dtype=dtype, device=device)
+    engine = open_engine(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
     if engine.target.tokenizer is None or not engine.target.tokenizer.chat_template:
         raise ValueError(f"{target} has no chat template; use 'draftwood generate --raw'")
     conversation = Conversation(engine, params, system)

@@ -34,6 +34,7 @@ def generate(
     budget: options.Budget = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    ahead: options.Ahead = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -62,7 +63,7 @@ def generate(
         repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        engine = open_engine(target, drafter, budget, dtype=dtype, device=device)
+        engine = open_engine(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
         if trace is not None:
             from draftwood.trace import tracing
 

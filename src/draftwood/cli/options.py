@@ -38,6 +38,14 @@ Budget = Annotated[
         "'convex', 'roofline'.",
     ),
 ]  # fmt: skip
+Ahead = Annotated[
+    str | None,
+    typer.Option(
+        "--async", metavar="WHERE", rich_help_panel=MODEL,
+        help="Draft while the target verifies, in a 'thread', on a device ('cuda:1') or in a "
+        "'process' with a core of its own. For drafters that need only tokens.",
+    ),
+]  # fmt: skip
 Dtype = Annotated[
     str, typer.Option(rich_help_panel=MODEL, help="'auto', 'float32', 'bfloat16' or 'float16'.")
 ]
@@ -84,6 +92,7 @@ def open_engine(
     *,
     dtype: str,
     device: str,
+    ahead: str | None = None,
 ) -> Engine:
     """Load target and drafter; a malformed budget is a usage error found before loading."""
     from draftwood.api import load
@@ -94,9 +103,13 @@ def open_engine(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from None
     quiet_libraries()
+    if ahead == "process":
+        from draftwood.ahead.load import spare_core
+
+        ahead = ":".join(["process", *map(str, spare_core())])
     if stderr().is_terminal:
         note(f"loading {target} …")
-    return load(target, drafter, budget, dtype=dtype, device=device)
+    return load(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
 
 
 def quiet_libraries() -> None:
