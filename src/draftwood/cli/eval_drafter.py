@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def eval_drafter(
     drafter: Annotated[
-        str, typer.Option("--drafter", "-d", help="Folder or hub id of a DFlash drafter.")
+        str, typer.Option("--drafter", "-d", help="Folder or hub id of a trained drafter.")
     ],
     data: Annotated[
         list[Path],

@@ -1,4 +1,4 @@
-"""``draftwood train``: a block-diffusion drafter for a target, from its own replies."""
+"""``draftwood train``: a drafter of either kind for a target, from the target's own replies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from draftwood.cli import options
 from draftwood.cli.console import note
 
 if TYPE_CHECKING:
-    from draftwood.draft.network import DraftNetwork
     from draftwood.target.model import Target
+    from draftwood.train.independent import IndependentRecipe
+    from draftwood.train.networks import Network
     from draftwood.train.recipe import Recipe
     from draftwood.train.target_side import ResponseRow
 
@@ -29,20 +30,41 @@ def train(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; its 'draft' is it.")],
     target: options.Target = "demo",
-    layers: Annotated[
+    kind: Annotated[
         str,
         typer.Option(
             rich_help_panel=DRAFTER,
-            help="Target layers that the drafter's start from, as many as it gets.",
+            help="'dflash' reads the target's hidden states; 'independent' is a language model of "
+            "its own that needs only tokens.",
         ),
-    ] = "0,-1",
+    ] = "dflash",
+    body: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=DRAFTER,
+            help="Language model that an independent drafter is made of; the target if left.",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=DRAFTER,
+            help="Target layers that the drafter's start from, as many as it gets; 0,-1 by "
+            "default. Layers of the body that an independent drafter keeps; all by default.",
+        ),
+    ] = None,
     taps: Annotated[
         str | None,
         typer.Option(rich_help_panel=DRAFTER, help="Target layers to read; three by default."),
     ] = None,
     block_size: Annotated[
-        int, typer.Option(min=2, rich_help_panel=DRAFTER, help="Block rows, anchor included.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=2,
+            rich_help_panel=DRAFTER,
+            help="Block rows, anchor included; 8 by default, 16 for an independent drafter.",
+        ),
+    ] = None,
     draft_vocab: Annotated[
         int,
         typer.Option(
@@ -56,8 +78,16 @@ def train(
         ),
     ] = None,
     warm: Annotated[
-        bool, typer.Option(rich_help_panel=DRAFTER, help="Start from the target's layers.")
+        bool,
+        typer.Option(rich_help_panel=DRAFTER, help="Start from the target's (the body's) weights."),
     ] = True,
+    borrow: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=DRAFTER,
+            help="An independent drafter leaves embeddings and head to the target.",
+        ),
+    ] = False,
     learning_rate: Annotated[
         float, typer.Option("--learning-rate", "--lr", rich_help_panel=LOSS, help="Its peak.")
     ] = 1e-3,
@@ -67,11 +97,29 @@ def train(
         typer.Option(rich_help_panel=LOSS, help="Position j has weight exp(−(j − 1) / gamma)."),
     ] = 4.0,
     distill: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=LOSS,
+            help="Share of the target's own distribution in labels; 0.5 for dflash.",
+        ),
+    ] = None,
+    ar_weight: Annotated[
         float,
         typer.Option(
-            rich_help_panel=LOSS, help="Share of the target's own distribution in labels."
+            min=0,
+            rich_help_panel=LOSS,
+            help="Weight λ of an independent drafter's language-model loss.",
         ),
-    ] = 0.5,
+    ] = 1.0,
+    anchors: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            rich_help_panel=LOSS,
+            help="Most blocks of one reply at a time; 64 by default, 128 for an independent "
+            "drafter.",
+        ),
+    ] = None,
     blocks: Annotated[
         int, typer.Option(min=1, rich_help_panel=LOSS, help="Blocks of a micro-batch.")
     ] = 256,
@@ -82,8 +130,12 @@ def train(
         int, typer.Option(min=0, rich_help_panel=LOSS, help="Sampled head columns; 0 uses all.")
     ] = 1024,
     train_head: Annotated[
-        bool, typer.Option(rich_help_panel=LOSS, help="Train the head of a reduced vocabulary.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            rich_help_panel=LOSS,
+            help="Train the drafter's own head and embeddings; only independent ones by default.",
+        ),
+    ] = None,
     ema: Annotated[
         float, typer.Option(min=0, max=1, rich_help_panel=LOSS, help="Decay of averaged weights.")
     ] = 0.0,
@@ -115,6 +167,8 @@ def train(
 
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
+    from draftwood.draft.independent_checkpoint import fingerprint
+    from draftwood.train.independent import IndependentRecipe
     from draftwood.train.loss import LossConfig
     from draftwood.train.measure import dry_run as try_steps
     from draftwood.train.recipe import Recipe
@@ -124,14 +178,30 @@ def train(
 
     if max_minutes is None and max_steps is None and not dry_run:
         raise typer.BadParameter("a run needs an end: give --max-minutes or --max-steps")
-    own_layers, own_taps = integers(layers, "--layers"), taps and integers(taps, "--taps")
+    if kind not in ("dflash", "independent"):
+        raise typer.BadParameter(
+            f"expected 'dflash' or 'independent', got {kind!r}", param_hint="--kind"
+        )
+    alone = kind == "independent"
+    if not alone and (body is not None or borrow):
+        raise typer.BadParameter("--body and --borrow are for --kind independent")
+    if alone and (distill or taps):
+        raise typer.BadParameter("an independent drafter has no --taps and no --distill")
+    if borrow and body not in (None, target):
+        raise typer.BadParameter("--borrow needs the target itself as the body; leave out --body")
+    own_taps = taps and integers(taps, "--taps")
+    own_layers = integers(layers, "--layers") if layers is not None else None
     config = TrainConfig(
         learning_rate=learning_rate, warmup_steps=warmup_steps, max_steps=max_steps,
-        max_minutes=max_minutes, blocks=blocks, blocks_per_response=min(64, blocks),
+        max_minutes=max_minutes, blocks=blocks,
+        blocks_per_response=min(anchors or (128 if alone else 64), blocks),
         accumulate=accumulate, head_negatives=head_negatives,
-        train_head=train_head, ema_decay=ema, eval_minutes=eval_minutes,
-        save_minutes=save_minutes, log_steps=log_steps, seed=seed,
-        loss=LossConfig(gamma=gamma, distill=distill),
+        train_head=alone if train_head is None else train_head, ema_decay=ema,
+        eval_minutes=eval_minutes, save_minutes=save_minutes, log_steps=log_steps, seed=seed,
+        loss=LossConfig(
+            gamma=gamma, distill=0.0 if alone else 0.5 if distill is None else distill,
+            autoregressive=ar_weight if alone else 0.0,
+        ),
     )  # fmt: skip
     if not dry_run:
         config.schedule()
@@ -142,14 +212,23 @@ def train(
     accelerator = _accelerator(device)
     if dry_run and accelerator is not None and accelerator.num_processes > 1:
         raise typer.BadParameter("--dry-run is for one process; run it without accelerate launch")
-    model = _load(target, dtype, device if accelerator is None else str(accelerator.device))
-    recipe = Recipe(
-        mask_token_id=_mask_token(model, mask_token, rows), layers=own_layers,
-        taps=own_taps or None, block_size=block_size, warm=warm, seed=seed,
-        draft_vocab_size=draft_vocab if 0 < draft_vocab < model.vocab_size else None,
-    )  # fmt: skip
-    if recipe.draft_vocab_size is None:  # the head is the target's, all of it
-        config = replace(config, head_negatives=0)
+    device = device if accelerator is None else str(accelerator.device)
+    model = _load(body or target, dtype, device)
+    mask = _mask_token(model, mask_token, rows)
+    recipe: Recipe | IndependentRecipe
+    if alone:
+        recipe = IndependentRecipe(
+            mask_token_id=mask, layers=own_layers, block_size=block_size or 16, borrows=borrow,
+            pretrained=warm, tokenizer=fingerprint(model.tokenizer), seed=seed,
+        )  # fmt: skip
+    else:
+        recipe = Recipe(
+            mask_token_id=mask, layers=own_layers or (0, -1), taps=own_taps or None,
+            block_size=block_size or 8, warm=warm, seed=seed,
+            draft_vocab_size=draft_vocab if 0 < draft_vocab < model.vocab_size else None,
+        )  # fmt: skip
+        if recipe.draft_vocab_size is None:  # the head is the target's, all of it
+            config = replace(config, head_negatives=0)
     if accelerator is None or accelerator.is_main_process:
         note(_data_line(rows, model, recipe))
     where: dict[str, Any] = {"use": use, "device": model.device, "accelerator": accelerator}
@@ -219,7 +298,7 @@ def _mask_token(target: Target, given: str | None, rows: list[ResponseRow]) -> i
     return int(ids[given])
 
 
-def _data_line(rows: list[ResponseRow], target: Target, recipe: Recipe) -> str:
+def _data_line(rows: list[ResponseRow], target: Target, recipe: Recipe | IndependentRecipe) -> str:
     tokens = sum(len(row.token_ids) - row.response_start for row in rows)
     mask = recipe.mask_token_id
     name = target.tokenizer.convert_ids_to_tokens(mask) if target.tokenizer is not None else None
@@ -241,7 +320,7 @@ def show_record(kind: str, step: int, values: dict[str, Any]) -> None:
         note(f"step {step} · held out, τ: {', '.join(taus)}")
 
 
-def _show_plan(network: DraftNetwork, figures: dict[str, float]) -> None:
+def _show_plan(network: Network, figures: dict[str, float]) -> None:
     """Shapes and figures of a dry run on standard output."""
     from rich.console import Console
     from rich.table import Table
@@ -263,11 +342,12 @@ def _facts(figures: dict[str, float]) -> dict[str, str]:
         "parameters": f"{figures['parameters']:,.0f}, trained {figures['trained_parameters']:,.0f}",
         "drafter on disk": f"{figures['saved_bytes'] / 1e6:,.1f} MB",
         "weights and optimizer": f"{figures['training_bytes'] / 1e6:,.1f} MB",
-        "feature cache": f"{figures['feature_bytes'] / 1e6:,.1f} MB",
-        "computing features": f"{figures['target_tokens_per_s']:,.0f} tokens/s",
         "step": f"{figures['step_s']:.2f} s, about {figures['flops_per_step'] / 1e9:,.1f} GFLOP",
         "training": f"{figures['positions_per_s']:,.0f} response tokens/s",
     }
+    if "feature_bytes" in figures:
+        found["feature cache"] = f"{figures['feature_bytes'] / 1e6:,.1f} MB"
+        found["computing features"] = f"{figures['target_tokens_per_s']:,.0f} tokens/s"
     if "peak_bytes" in figures:
         found["peak of the GPU"] = f"{figures['peak_bytes'] / 1e9:,.1f} GB"
     return found

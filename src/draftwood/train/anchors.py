@@ -49,7 +49,10 @@ class BlockBatch:
     """G responses with n blocks each; everything a training step needs.
 
     Attributes:
-        features: [G, C, T · H], zero where padded.
+        context_ids: [G, C] tokens of prompt and response from position 0; 0 where padded.
+        lengths: [G] how many of them there are.
+        response_starts: [G] index of the first response token.
+        features: [G, C, T · H], zero where padded; T = 0 for drafters that read tokens.
         key_positions: [G, C], ``NO_POSITION`` where padded.
         anchor_positions: [G, n].
         block_ids: [G, n, B] token ids [anchor, mask, …].
@@ -58,6 +61,9 @@ class BlockBatch:
         top_ids, top_log_probs: [G, n, B − 1, K] the target's distribution at each label, or None.
     """
 
+    context_ids: torch.Tensor
+    lengths: torch.Tensor
+    response_starts: torch.Tensor
     features: torch.Tensor
     key_positions: torch.Tensor
     anchor_positions: torch.Tensor
@@ -106,27 +112,37 @@ def make_batch(
     *,
     block_size: int,
     mask_token_id: int,
+    whole: bool = False,
 ) -> BlockBatch:
     """Pack one group per example; ``anchors[g]`` (equally many each) are its block starts.
 
-    Context is cut after the last anchor of each response: later features are seen by no block.
+    Context is cut before the last anchor of each response, because later tokens are seen by no
+    block, unless the ``whole`` response is asked for.
     """
     groups = len(examples)
     anchor = torch.from_numpy(np.stack(list(anchors)))
-    length = max(int(anchor.max()), 1)
+    used = anchor.max(dim=1).values.tolist()
+    if whole:
+        used = [len(example.token_ids) for example in examples]
+    length = max(*used, 1)
     width = examples[0].features.shape[1]
     features = torch.zeros(groups, length, width, dtype=examples[0].features.dtype)
     keys = torch.full((groups, length), NO_POSITION, dtype=torch.int64)
-    for g, example in enumerate(examples):
-        used = int(anchor[g].max())
-        features[g, :used] = example.features[:used]
-        keys[g, :used] = torch.arange(used)
+    context = torch.zeros(groups, length, dtype=torch.int64)
+    for g, (example, count) in enumerate(zip(examples, used, strict=True)):
+        features[g, :count] = example.features[:count]
+        keys[g, :count] = torch.arange(count)
+        context[g, :count] = torch.from_numpy(example.token_ids[:count])
     labels, valid, where = _labels(examples, anchor, block_size)
     blocks = torch.full((*anchor.shape, block_size), mask_token_id, dtype=torch.int64)
     for g, example in enumerate(examples):
         blocks[g, :, 0] = torch.from_numpy(example.token_ids)[anchor[g]]
     top_ids, top_log_probs = _teacher(examples, where)
-    return BlockBatch(features, keys, anchor, blocks, labels, valid, top_ids, top_log_probs)
+    starts = torch.tensor([example.response_start for example in examples])
+    return BlockBatch(
+        context, torch.tensor(used), starts, features, keys, anchor, blocks, labels, valid,
+        top_ids, top_log_probs,
+    )  # fmt: skip
 
 
 def _labels(

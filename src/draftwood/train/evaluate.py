@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
+from draftwood.train.networks import Network, block_hidden, device_of
 from draftwood.train.prefixes import best_prefixes
 from draftwood.tree.tree import IntArray
 
 CHAIN = 0
 """Key of the single-chain policy among budgets."""
+
+# Log-probabilities held at a time: 64 MiB, whatever block and vocabulary.
+_MAX_SCORES = 16 * 2**20
 
 BUDGETS = (CHAIN, 8, 16, 32, 64, 128, 256, 512)
 
@@ -47,7 +50,7 @@ class Acceptance:
 
 @torch.no_grad()
 def evaluate(
-    network: DraftNetwork, examples: Iterable[Example], budgets: Sequence[int] = BUDGETS
+    network: Network, examples: Iterable[Example], budgets: Sequence[int] = BUDGETS
 ) -> dict[str, Acceptance]:
     """Acceptance by domain, and over all responses under the key ``"all"``.
 
@@ -60,13 +63,19 @@ def evaluate(
     for example in examples:
         if example.num_anchors == 0:
             continue
-        log_probs, batch = anchor_marginals(network, example)
-        labels = draft_ids(batch.labels[0].to(log_probs.device), to_draft)
+        hidden, batch = anchor_hidden(network, example)
+        labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
         labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
-        accepted = accepted_lengths(log_probs, labels, budgets)
-        right = (log_probs.argmax(-1) == labels).sum(0)
+        accepted: dict[int, list[IntArray]] = {budget: [] for budget in budgets}
+        right = torch.zeros(hidden.shape[1], dtype=torch.int64, device=hidden.device)
+        step = max(_MAX_SCORES // (hidden.shape[1] * network.config.head_size), 1)
+        for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
+            log_probs = network.logits(rows).float().log_softmax(dim=-1)
+            right += (log_probs.argmax(-1) == wanted).sum(0)
+            for budget, lengths in accepted_lengths(log_probs, wanted, budgets).items():
+                accepted[budget].append(lengths)
         counts = torch.stack([right.cpu(), batch.valid[0].sum(0).cpu()])
-        cycles = {budget: count_cycles(lengths) for budget, lengths in accepted.items()}
+        cycles = {b: count_cycles(np.concatenate(parts_of)) for b, parts_of in accepted.items()}
         for name in ("all", example.domain or "other"):
             parts.setdefault(name, []).append((len(labels), counts, cycles))
     return {name: _summary(rows, budgets) for name, rows in parts.items()}
@@ -86,8 +95,8 @@ def _summary(
 
 
 @torch.no_grad()
-def anchor_marginals(network: DraftNetwork, example: Example) -> tuple[torch.Tensor, BlockBatch]:
-    """Log-probabilities [A, B − 1, head_size] of a block at every anchor of a response."""
+def anchor_hidden(network: Network, example: Example) -> tuple[torch.Tensor, BlockBatch]:
+    """Normed states [A, B − 1, H] of a block at every anchor of a response."""
     first, count = anchor_range(example.response_start, len(example.token_ids))
     config = network.config
     batch = make_batch(
@@ -95,12 +104,8 @@ def anchor_marginals(network: DraftNetwork, example: Example) -> tuple[torch.Ten
         [np.arange(first, first + count)],
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
-    ).to(network.fc.weight.device)
-    kv = network.context_kv(batch.features, batch.key_positions)
-    hidden = network(
-        network.embed(batch.block_ids), batch.anchor_positions, kv, batch.key_positions
-    )
-    return network.logits(hidden)[0].float().log_softmax(dim=-1), batch
+    ).to(device_of(network))
+    return block_hidden(network, batch)[0], batch
 
 
 def accepted_lengths(

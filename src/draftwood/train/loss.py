@@ -20,7 +20,9 @@ class LossConfig:
     Attributes:
         gamma: decay of the position weights w_j = exp(−(j − 1)/γ); small values care for the
             first positions, which every deeper acceptance depends on.
-        distill: share λ of the target's own (top-K, renormalised) distribution in the labels;
+        autoregressive: weight λ of the language-model loss on the response's own tokens, beside
+            the blocks' (independent drafters only).
+        distill: share of the target's own (top-K, renormalised) distribution in the labels;
             0 is plain cross-entropy on the response.
         tree: weight of the tree-aware term (an experiment): expected number of tokens of the
             response's path that a tree of ``tree_budget`` nodes leaves out, softly.
@@ -29,6 +31,7 @@ class LossConfig:
     """
 
     gamma: float = 4.0
+    autoregressive: float = 0.0
     distill: float = 0.0
     tree: float = 0.0
     tree_budget: int = 32
@@ -37,6 +40,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.gamma <= 0:
             raise ValueError(f"gamma must be positive, got {self.gamma}; 4 is a good start")
+        if self.autoregressive < 0:
+            raise ValueError(f"autoregressive must be ≥ 0, got {self.autoregressive}")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill must be between 0 and 1, got {self.distill}")
         if self.tree < 0 or self.tree_budget < 1 or self.tree_softness <= 0:

@@ -14,32 +14,39 @@ import torch
 from torch import nn
 
 from draftwood.draft.checkpoint import check_compatible, load_draft
+from draftwood.draft.independent_checkpoint import check_fits, load_independent
+from draftwood.draft.independent_config import is_independent
+from draftwood.draft.load import read_config
 from draftwood.draft.network import DraftNetwork
+from draftwood.train.anchors import Example
 from draftwood.train.evaluate import BUDGETS, Acceptance, evaluate
 from draftwood.train.features import is_held_out
+from draftwood.train.independent import IndependentRecipe
+from draftwood.train.networks import Network
 from draftwood.train.recipe import Recipe, describe
 from draftwood.train.run import DataUse, prepare
-from draftwood.train.target_side import ResponseRow, run_target, split_rows
+from draftwood.train.target_side import ResponseRow, as_example, run_target, split_rows
 from draftwood.train.trainer import TrainConfig
 
 
 def dry_run(
     model: nn.Module,
     rows: Sequence[ResponseRow],
-    recipe: Recipe,
+    recipe: Recipe | IndependentRecipe,
     config: TrainConfig,
     *,
     use: DataUse | None = None,
     device: torch.device | str = "cpu",
     accelerator: Any = None,
     num_steps: int = 3,
-) -> tuple[DraftNetwork, dict[str, float]]:
+) -> tuple[Network, dict[str, float]]:
     """A few real steps on a few rows in a temporary folder.
 
     Returns:
         The network (with shapes and configuration), and figures: those of ``recipe.describe``,
         ``step_s``, ``positions_per_s`` (response tokens asked for), ``feature_bytes`` of all
-        rows on disk, ``target_tokens_per_s`` of computing them, and on a GPU ``peak_bytes``.
+        rows on disk, ``target_tokens_per_s`` of computing them, and on a GPU ``peak_bytes``. An
+        independent drafter has no features.
     """
     use = use or DataUse()
     kept = [row for row in rows if len(row.token_ids) <= use.max_len]
@@ -61,25 +68,39 @@ def dry_run(
         if trainer.log is not None:
             trainer.log.close()
     network = trainer.network
-    begin = time.perf_counter()
-    for row in some:
-        run_target(model, row, network.config.target_layer_ids, use.top_k)
-    target_s = time.perf_counter() - begin
     columns = network.config.head_size
     if config.head_negatives:
         columns = min(columns, 2 * config.head_negatives)
-    taps = len(network.config.target_layer_ids)
-    width = 2 * taps * network.config.target_hidden_size + 4 + 6 * use.top_k
     figures = {
         **describe(network, config.blocks * config.accumulate, columns),
         "step_s": seconds / (num_steps - 1),
         "positions_per_s": (trainer.progress.positions - before) / seconds,
-        "feature_bytes": float(width * num_tokens) if use.cache_features else 0.0,
-        "target_tokens_per_s": sum(len(row.token_ids) for row in some) / target_s,
     }
+    if isinstance(network, DraftNetwork):
+        figures |= _feature_figures(model, network, some, num_tokens, use)
     if trainer.device.type == "cuda":
         figures["peak_bytes"] = float(torch.cuda.max_memory_allocated(trainer.device))
     return network, figures
+
+
+def _feature_figures(
+    model: nn.Module,
+    network: DraftNetwork,
+    some: Sequence[ResponseRow],
+    num_tokens: int,
+    use: DataUse,
+) -> dict[str, float]:
+    """Size of the feature cache of all tokens, and how fast the target fills it."""
+    begin = time.perf_counter()
+    for row in some:
+        run_target(model, row, network.config.target_layer_ids, use.top_k)
+    target_s = time.perf_counter() - begin
+    taps = len(network.config.target_layer_ids)
+    width = 2 * taps * network.config.target_hidden_size + 4 + 6 * use.top_k
+    return {
+        "feature_bytes": float(width * num_tokens) if use.cache_features else 0.0,
+        "target_tokens_per_s": sum(len(row.token_ids) for row in some) / target_s,
+    }
 
 
 def evaluate_drafter(
@@ -94,7 +115,7 @@ def evaluate_drafter(
 
     Args:
         drafter: folder or hub id.
-        target: a ``draftwood.target.model.Target``; it is run over every row.
+        target: a ``draftwood.target.model.Target``; a DFlash drafter needs it run over every row.
         rows: replies; only their tokens matter.
         budgets: tree budgets; 0 is the chain.
         held_out_percent: use only the rows that a run with this percentage held out.
@@ -102,20 +123,27 @@ def evaluate_drafter(
     Raises:
         ValueError: the drafter does not fit the target, or there is no row.
     """
-    config, network = load_draft(drafter, device=target.device)
-    check_compatible(
-        config,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-    )
-    network.borrow(target.input_embeddings(), target.output_embeddings())
-    taps = config.target_layer_ids
-    examples = (
-        run_target(target.model, row, taps, 0)
+    wanted = (
+        row
         for row in rows
         if held_out_percent is None or is_held_out(row.prompt_key, held_out_percent)
     )
+    examples: Iterable[Example]
+    network: Network
+    if is_independent(read_config(str(drafter), None)):
+        network = load_independent(drafter, device=target.device)
+        check_fits(network.config, target)
+        examples = map(as_example, wanted)
+    else:
+        config, network = load_draft(drafter, device=target.device)
+        check_compatible(
+            config,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+        )
+        examples = (run_target(target.model, row, config.target_layer_ids, 0) for row in wanted)
+    network.borrow(target.input_embeddings(), target.output_embeddings())
     found = evaluate(network, examples, budgets)
     if not found:
         raise ValueError("there is no reply to evaluate on; check the data folder and the split")

@@ -1,7 +1,10 @@
-"""One differentiable pass over a batch of blocks, optionally through part of the head only."""
+"""What a drafter is trained for: one differentiable pass over a batch, through all or part of the
+head. The trainer knows objectives only; which network there is inside does not concern it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +13,7 @@ from torch import nn
 
 from draftwood.draft.layers import project
 from draftwood.draft.network import DraftNetwork
-from draftwood.train.anchors import BlockBatch
+from draftwood.train.anchors import BlockBatch, Example, make_batch
 from draftwood.train.loss import (
     UNKNOWN,
     LossConfig,
@@ -19,6 +22,8 @@ from draftwood.train.loss import (
     draft_ids,
     inverse_map,
 )
+from draftwood.train.networks import Network, block_hidden
+from draftwood.tree.tree import IntArray
 
 # Teacher tokens less likely than this do not need a column of their own in a sampled head.
 _RARE = -5.0
@@ -45,13 +50,19 @@ def sample_head(
     head_size: int,
     num_negatives: int,
     rng: np.random.Generator,
+    also: torch.Tensor | None = None,
 ) -> HeadSample:
     """Draw the columns for a batch: sampled softmax with the exact positives.
 
     The log-sum-exp over all columns is estimated from the wanted ones plus ``num_negatives``
     uniform draws (without replacement) from the rest, each weighted by rest / draws.
+
+    Args:
+        also: further target ids that need a column.
     """
     wanted = [draft_ids(batch.labels, to_draft)[batch.valid]]
+    if also is not None:
+        wanted.append(draft_ids(also, to_draft))
     if batch.top_ids is not None and batch.top_log_probs is not None:
         likely = (batch.top_log_probs > _RARE) & batch.valid[..., None]
         wanted.append(draft_ids(batch.top_ids, to_draft)[likely])
@@ -71,10 +82,15 @@ def sample_head(
     return HeadSample(columns, offsets, of_draft[to_draft])
 
 
-class BlockObjective(nn.Module):
-    """The network with its loss as one module, so that wrappers see a single forward call."""
+class Objective(nn.Module):
+    """The network with its loss as one module, so that wrappers see a single forward call.
 
-    def __init__(self, network: DraftNetwork, config: LossConfig) -> None:
+    ``forward(batch, head)`` returns the fields of ``LossTerms``.
+    """
+
+    network: Network
+
+    def __init__(self, network: Network, config: LossConfig) -> None:
         super().__init__()
         self.network = network
         self.config = config
@@ -85,14 +101,65 @@ class BlockObjective(nn.Module):
             "to_draft", torch.arange(vocab) if table is None else table, persistent=False
         )
 
+    @property
+    def needs_whole_response(self) -> bool:
+        """Whether tokens behind the last anchor matter."""
+        return False
+
+    @property
+    def can_sample_head(self) -> bool:
+        """Whether a step may compute part of the head only."""
+        return True
+
+    def train_tables(self, trained: bool) -> None:
+        """Whether the drafter's own head (and embeddings, for a language model) are trained."""
+        raise NotImplementedError
+
+    def labels(self, batch: BlockBatch) -> torch.Tensor | None:
+        """Target ids that are asked for beside the blocks' labels, or None."""
+        return None
+
+    def draw(
+        self,
+        examples: Sequence[Example],
+        anchors: Sequence[IntArray],
+        *,
+        block_size: int,
+        num_negatives: int,
+        rng: np.random.Generator,
+        device: torch.device | str,
+    ) -> tuple[BlockBatch, HeadSample | None]:
+        """The arguments of ``forward`` for some responses and block starts."""
+        config = self.network.config
+        batch = make_batch(
+            examples, anchors, block_size=block_size, mask_token_id=config.mask_token_id,
+            whole=self.needs_whole_response,
+        ).to(device)  # fmt: skip
+        if not num_negatives:
+            return batch, None
+        table = self.to_draft.to(device)
+        also = self.labels(batch)
+        return batch, sample_head(batch, table, config.head_size, num_negatives, rng, also)
+
+
+class BlockObjective(Objective):
+    """Block denoising of a DFlash drafter."""
+
+    network: DraftNetwork
+
+    @property
+    def can_sample_head(self) -> bool:
+        return self.network.lm_head is not None
+
+    def train_tables(self, trained: bool) -> None:
+        if self.network.lm_head is not None:
+            self.network.lm_head.weight.requires_grad_(trained)
+
     def forward(
         self, batch: BlockBatch, head: HeadSample | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The fields of ``LossTerms`` for a batch, through all of the head or a sample of it."""
-        network = self.network
-        kv = network.context_kv(batch.features, batch.key_positions)
-        block = network.embed(batch.block_ids)
-        hidden = network(block, batch.anchor_positions, kv, batch.key_positions)
+        hidden = block_hidden(self.network, batch)
         terms = self._loss(hidden, batch, head)
         return terms.total, terms.weight, terms.correct, terms.counted
 

@@ -12,6 +12,7 @@ from torch import nn
 from draftwood.draft.config import FULL, DraftConfig
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.rope import RopeConfig
+from draftwood.train.networks import Network
 from draftwood.train.warm_start import (
     can_warm_start,
     draft_vocabulary,
@@ -160,7 +161,7 @@ def build_drafter(
     return network
 
 
-def describe(network: DraftNetwork, blocks: int, head_columns: int) -> dict[str, float]:
+def describe(network: Network, blocks: int, head_columns: int) -> dict[str, float]:
     """Sizes and cost before a run.
 
     Args:

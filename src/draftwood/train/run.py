@@ -17,6 +17,8 @@ from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import Example
 from draftwood.train.evaluate import Acceptance
 from draftwood.train.features import StoreSource
+from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
+from draftwood.train.joint import JointObjective
 from draftwood.train.recipe import Recipe, build_drafter, default_taps, draft_config
 from draftwood.train.state import latest_checkpoint
 from draftwood.train.target_side import (
@@ -84,7 +86,7 @@ def train_drafter(
     model: nn.Module,
     rows: Sequence[ResponseRow],
     folder: str | os.PathLike[str],
-    recipe: Recipe,
+    recipe: Recipe | IndependentRecipe,
     config: TrainConfig,
     *,
     use: DataUse | None = None,
@@ -95,10 +97,11 @@ def train_drafter(
     """Train a drafter, or continue the run that ``folder`` holds.
 
     Args:
-        model: the target, a transformers causal LM; moved to ``device``.
+        model: the target, a transformers causal LM; moved to ``device``. For an independent
+            drafter the language model it is made of.
         rows: the target's replies, see ``load_rows``; may grow between two calls.
         folder: checkpoints, logs, features, and the drafter itself as ``draft``.
-        recipe: the drafter; a continued run must have the same.
+        recipe: the drafter, whose type decides the kind; a continued run must have the same.
         config: the run.
         use: how rows are used.
         device: where training happens (an accelerator's own where there is one).
@@ -126,7 +129,7 @@ def prepare(
     model: nn.Module,
     rows: Sequence[ResponseRow],
     folder: Path,
-    recipe: Recipe,
+    recipe: Recipe | IndependentRecipe,
     config: TrainConfig,
     *,
     use: DataUse,
@@ -140,6 +143,11 @@ def prepare(
         raise ValueError(
             f"no row of at most {use.max_len} tokens to train on; generate more, or raise max_len "
             "or lower held_out_percent"
+        )
+    if isinstance(recipe, IndependentRecipe):
+        where = accelerator.device if accelerator is not None else torch.device(device)
+        return _prepare_independent(
+            model.to(where), train, held, folder, recipe, config, use, accelerator
         )
     draft_config(model.config, recipe, attention_bias=False)  # refused before anything is computed
     is_first = accelerator is None or accelerator.is_main_process
@@ -160,15 +168,49 @@ def prepare(
         source = LiveSource(train, model, taps, use.top_k)
         validation = LiveSource(held, model, taps, use.top_k)
     if is_first and latest_checkpoint(folder) is None:
-        _write_run(folder, recipe, _vocabulary(model, recipe, source, train))
+        write_run(folder, recipe, _vocabulary(model, recipe, source, train))
     _wait(accelerator)
-    network = _network(model, recipe, taps, _read_run(folder, recipe), train).to(where)
+    network = _network(model, recipe, taps, read_run(folder, recipe), train).to(where)
+
+    held_out = _some(validation, use.num_validation)
+    return Trainer(network, source, held_out, folder, config, accelerator)
+
+
+def _prepare_independent(
+    body: nn.Module,
+    train: Sequence[ResponseRow],
+    held: Sequence[ResponseRow],
+    folder: Path,
+    recipe: IndependentRecipe,
+    config: TrainConfig,
+    use: DataUse,
+    accelerator: Any,
+) -> Trainer:
+    """No features, no draft vocabulary: the network, its objective, and the tokens."""
+    if config.loss.distill > 0 or config.loss.tree > 0:
+        raise ValueError(
+            "an independent drafter is trained on the replies' tokens; set distill and tree to 0"
+        )
+    network = build_independent(body, recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_first = accelerator is None or accelerator.is_main_process
+    if is_first and latest_checkpoint(folder) is None:
+        write_run(folder, recipe, None)
+    _wait(accelerator)
+    read_run(folder, recipe)
+    objective = JointObjective(network, config.loss)
+    held_out = _some(TokenSource(held), use.num_validation)
+    return Trainer(objective, TokenSource(train), held_out, folder, config, accelerator)
+
+
+def _some(validation: ExampleSource, count: int) -> Callable[[], list[Example]]:
+    """The first held-out responses, read anew at every evaluation."""
 
     def held_out() -> list[Example]:
         validation.refresh()
-        return [validation.example(i) for i in range(min(len(validation), use.num_validation))]
+        return [validation.example(i) for i in range(min(len(validation), count))]
 
-    return Trainer(network, source, held_out, folder, config, accelerator)
+    return held_out
 
 
 class _Heard:
@@ -220,14 +262,15 @@ def _wait(accelerator: Any) -> None:
         accelerator.wait_for_everyone()
 
 
-def _write_run(folder: Path, recipe: Recipe, vocabulary: list[int] | None) -> None:
+def write_run(folder: Path, recipe: Any, vocabulary: list[int] | None) -> None:
     """What a continued run must repeat, and the vocabulary, which later rows must not change."""
     partial = folder / f"{RUN}.partial"
     partial.write_text(json.dumps({"recipe": asdict(recipe), "vocabulary": vocabulary}) + "\n")
     partial.replace(folder / RUN)
 
 
-def _read_run(folder: Path, recipe: Recipe) -> list[int] | None:
+def read_run(folder: Path, recipe: Any) -> list[int] | None:
+    """The stored vocabulary of a run whose recipe must be this one."""
     file = folder / RUN
     if not file.is_file():
         raise ValueError(f"{folder} has checkpoints but no {RUN}; choose another folder")

@@ -98,6 +98,12 @@ def tapped(model: nn.Module, taps: Sequence[int]) -> Iterator[dict[int, torch.Te
         yield outputs
 
 
+def as_example(row: ResponseRow) -> Example:
+    """A row for drafters that read tokens only: without features."""
+    tokens = np.asarray(row.token_ids, dtype=np.int64)
+    return Example(tokens, row.response_start, torch.zeros(len(tokens), 0), domain=row.domain)
+
+
 @torch.no_grad()
 def run_target(model: nn.Module, row: ResponseRow, taps: Sequence[int], top_k: int) -> Example:
     """Features and top-k of one row.

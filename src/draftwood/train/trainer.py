@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from draftwood.draft.checkpoint import save_draft
 from draftwood.draft.network import DraftNetwork
 from draftwood.errors import DraftwoodError
-from draftwood.train.anchors import BlockBatch, Example, choose_anchors, make_batch
+from draftwood.train.anchors import BlockBatch, Example, choose_anchors
 from draftwood.train.evaluate import CHAIN, Acceptance, evaluate
 from draftwood.train.loss import LossConfig
-from draftwood.train.objective import BlockObjective, HeadSample, sample_head
+from draftwood.train.networks import Network, device_of, save_network
+from draftwood.train.objective import BlockObjective, HeadSample, Objective
 from draftwood.train.order import PlannedBatch, plan_epoch
 from draftwood.train.schedule import Schedule
 from draftwood.train.state import (
@@ -52,8 +52,9 @@ class TrainConfig:
         short_block, short_share: train with this smaller block during the first share of the
             run; near positions are learned first and cheaper. 0 turns it off.
         head_negatives: train through a sample of the head, everything the batch asks for plus
-            this many others; 0 uses all of it. Needs a head of the drafter's own.
-        train_head: whether the drafter's own head is trained or stays as it started.
+            this many others; 0 uses all of it. A DFlash drafter needs a head of its own for it.
+        train_head: whether the drafter's own head (and embeddings, of an independent drafter)
+            are trained or stay as they started.
         ema_decay: keep an exponential moving average of the weights for evaluation and saving.
         eval_minutes, save_minutes: how often (training time); both also happen at the end.
         log_steps: steps per log record.
@@ -91,7 +92,7 @@ class Trainer:
 
     def __init__(
         self,
-        network: DraftNetwork,
+        network: DraftNetwork | Objective,
         source: ExampleSource,
         validation: Callable[[], list[Example]],
         folder: Path,
@@ -101,34 +102,34 @@ class Trainer:
         """Prepare a run in ``folder`` and resume it if it has a checkpoint.
 
         Args:
-            network: drafter, warm-started, with embeddings (own or borrowed).
+            network: drafter with embeddings (own or borrowed) and its objective; a DFlash network
+                alone is trained for ``config.loss``.
             source: training responses.
             validation: loads the held-out responses; called at each evaluation.
             folder: checkpoints, logs and the ``draft`` folder in loadable form.
             accelerator: for devices, mixed precision and several processes.
         """
-        if config.head_negatives and network.lm_head is None:
+        task = network if isinstance(network, Objective) else BlockObjective(network, config.loss)
+        if config.head_negatives and not task.can_sample_head:
             raise ValueError("head_negatives needs a drafter with a head of its own; set it to 0")
         self.config, self.folder, self.source, self.validation = config, folder, source, validation
-        self.network = network
+        self.task, self.network = task, task.network
         self.accelerator = accelerator
         self.rank = accelerator.process_index if accelerator else 0
         self.world = accelerator.num_processes if accelerator else 1
-        self.device = accelerator.device if accelerator else network.fc.weight.device
+        self.device = accelerator.device if accelerator else device_of(self.network)
         self.schedule = config.schedule()
         self.progress = Progress()
-        if network.lm_head is not None:
-            network.lm_head.weight.requires_grad_(config.train_head)
-        self.objective: Any = BlockObjective(network, config.loss)
-        self.to_draft = self.objective.to_draft
-        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        task.train_tables(config.train_head)
+        self.objective: Any = task
+        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.optimizer: Any = torch.optim.AdamW(
-            _groups(network, config.weight_decay),
+            _groups(self.network, config.weight_decay),
             lr=config.learning_rate,
             betas=config.betas,
             fused=True,
         )
-        self.average = {k: v.clone() for k, v in network.state_dict().items()}
+        self.average = {k: v.clone() for k, v in self.network.state_dict().items()}
         self._resume()
         if accelerator:
             self.objective, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
@@ -169,14 +170,10 @@ class Trainer:
             choose_anchors(rng, e.response_start, len(e.token_ids), planned.num_anchors)
             for e in examples
         ]
-        config = self.network.config
-        batch = make_batch(
-            examples, anchors, block_size=block_size, mask_token_id=config.mask_token_id
-        ).to(self.device)
-        head = None
-        if self.config.head_negatives:
-            table = self.to_draft.to(self.device)
-            head = sample_head(batch, table, config.head_size, self.config.head_negatives, rng)
+        batch, head = self.task.draw(
+            examples, anchors, block_size=block_size, num_negatives=self.config.head_negatives,
+            rng=rng, device=self.device,
+        )  # fmt: skip
         return batch, head, ", ".join(self.source.name(i) for i in planned.responses)
 
     def _block_size(self) -> int:
@@ -290,7 +287,7 @@ class Trainer:
             accuracy = {f"accuracy_{i + 1}": a for i, a in enumerate(found.accuracy)}
             about = {"domain": domain, "tokens": found.num_tokens, **taus, **accuracy}
             self._record("eval" if domain == "all" else f"eval/{domain}", about)
-        save_draft(self.folder / "draft", network.config, weights)
+        save_network(self.folder / "draft", network, weights)
         return result
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -327,7 +324,7 @@ class Trainer:
         self.progress = replace(self.progress, **state["progress"])
 
 
-def _groups(network: DraftNetwork, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(network: Network, weight_decay: float) -> list[dict[str, Any]]:
     """Norm weights are not decayed."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     return [

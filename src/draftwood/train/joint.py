@@ -1,0 +1,70 @@
+"""The objective of independent drafters (D3D): predict blocks, and stay a language model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.train.anchors import BlockBatch
+from draftwood.train.loss import block_loss
+from draftwood.train.objective import HeadSample, Objective
+
+
+class JointObjective(Objective):
+    """L = L_diff + λ · L_AR from one packed pass.
+
+    L_diff is the mean over block rows, weighted by exp(−(j − 1)/γ), L_AR the mean over the
+    response's tokens as the unmasked prefix rows predict them; λ = ``config.autoregressive``.
+    Prefix rows see no block, so L_AR is that of the plain language model.
+    """
+
+    network: IndependentNetwork
+
+    @property
+    def needs_whole_response(self) -> bool:
+        return self.config.autoregressive > 0
+
+    def train_tables(self, trained: bool) -> None:
+        for table in (self.network.embed_tokens, self.network.lm_head):
+            if table is not None:
+                table.weight.requires_grad_(trained)
+
+    def labels(self, batch: BlockBatch) -> torch.Tensor | None:
+        if not self.needs_whole_response:
+            return None
+        next_ids, known = next_tokens(batch)
+        return next_ids[known]
+
+    def forward(
+        self, batch: BlockBatch, head: HeadSample | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(L, 1, correct, counted), see ``LossTerms``."""
+        network = self.network
+        context, hidden = network(batch.context_ids, batch.anchor_positions, batch.block_ids)
+        to_column = self.to_draft if head is None else head.to_column
+        terms = block_loss(self._scores(hidden, head), batch, to_column, self.config)
+        total = terms.total / terms.weight.clamp_min(1e-6)
+        if self.config.autoregressive > 0:
+            next_ids, known = next_tokens(batch)
+            # only response rows go through the head
+            scores = self._scores(context[:, :-1][known], head)
+            exact = scores if scores.dtype == torch.float64 else scores.float()
+            total = total + self.config.autoregressive * F.cross_entropy(
+                exact, to_column[next_ids[known]]
+            )
+        return total, torch.ones_like(total), terms.correct, terms.counted
+
+    def _scores(self, hidden: torch.Tensor, head: HeadSample | None) -> torch.Tensor:
+        if head is None:
+            return self.network.logits(hidden)
+        weight = self.network.head_weight()[head.columns]
+        return F.linear(hidden, weight.to(hidden.device, hidden.dtype)) + head.offsets
+
+
+def next_tokens(batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[G, C − 1] the token after each context row, and whether it is one of the response."""
+    following = batch.context_ids[:, 1:]
+    where = torch.arange(1, batch.context_ids.shape[1], device=following.device)
+    known = (where >= batch.response_starts[:, None]) & (where < batch.lengths[:, None])
+    return following, known
