@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from draftwood.bench.compare import explain, first_divergence
+from draftwood.bench.compare import MAX_DELTA, Divergence, explain, first_divergence
 from draftwood.bench.engines.base import Runner
 from draftwood.bench.runs import Request
 
-Finding = Literal["same", "tie", "different"]
+Finding = Literal["same", "tie", "unproven", "different"]
 
 
 def check(
@@ -23,8 +23,10 @@ def check(
 ) -> list[dict[str, Any]]:
     """Compare the outputs of requests that were decoded together, one finding each.
 
-    ``found`` is "same", "tie" (a difference that ``compare`` proves to be rounding, on the logits
-    of both computations made again) or "different"; the latter two say where and by how much.
+    ``found`` is "same"; "tie": a difference that ``compare`` proves to be rounding, on the logits
+    of both computations made again; "unproven": the two tokens are as close as rounding could
+    explain, but the computation made again does not repeat the choice (its trees differ, where
+    budgets follow the clock); or "different". All but the first say where and by how much.
 
     Args:
         requests: what was decoded.
@@ -54,7 +56,7 @@ def check(
         )  # fmt: skip
         findings.append(
             {
-                "found": "tie" if divergence.is_rounding else "different",
+                "found": _verdict(divergence),
                 "position": position,
                 "tokens": list(divergence.tokens),
                 "delta": _json(divergence.delta),
@@ -64,6 +66,13 @@ def check(
             }
         )
     return findings
+
+
+def _verdict(divergence: Divergence) -> Finding:
+    if divergence.is_rounding:
+        return "tie"
+    is_close = divergence.delta <= MAX_DELTA and abs(divergence.gap) <= 2 * MAX_DELTA
+    return "unproven" if is_close else "different"
 
 
 def _json(value: float) -> float | None:

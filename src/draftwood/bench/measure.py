@@ -67,7 +67,13 @@ def _sequence(one: Generation) -> dict[str, Any]:
 
 
 def _cycles(cycles: Sequence[CycleStats]) -> dict[str, Any]:
-    """Per decoding cycle; ``verify_ms`` is the target pass with its head and the walk."""
+    """Per decoding cycle.
+
+    ``verify_ms`` is the target pass with its head and the walk; ``ahead`` says where the draft came
+    from (see ``AheadStats``), where drafting and verifying overlap.
+    """
+    ahead = [getattr(cycle, "ahead", None) for cycle in cycles]
+    sources = [None if stats is None else stats.source for stats in ahead]
     return {
         "drafted": [cycle.num_drafted for cycle in cycles],
         "accepted": [cycle.num_accepted for cycle in cycles],
@@ -78,6 +84,7 @@ def _cycles(cycles: Sequence[CycleStats]) -> dict[str, Any]:
         ],
         "total_ms": [round(cycle.seconds.total_s * 1e3, 3) for cycle in cycles],
         "first_context_len": cycles[0].context_len,
+        "ahead": sources if any(sources) else None,
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from draftwood.api import fitted_roofline
 from draftwood.bench.engines.base import Runner
 from draftwood.bench.engines.own import OwnRunner
 from draftwood.bench.engines.worker import SCRIPTS, WorkerRunner
@@ -16,7 +17,7 @@ from draftwood.draft.load import load_drafter, shipped_folder
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.errors import DraftwoodError
 from draftwood.target.model import Target
-from draftwood.tree.budget import BudgetPolicy, parse_budget
+from draftwood.tree.budget import BudgetPolicy, is_constant, parse_budget
 
 REFERENCE = "ar"
 
@@ -70,7 +71,7 @@ def parse_method(text: str) -> Method:
     if not colon or name not in _WITH_BUDGET:
         known = ", ".join([*_NAMED, *(f"{name}:N" for name in sorted(_WITH_BUDGET))])
         raise ValueError(f"there is no method {text!r}; choose from {known}")
-    parse_budget(budget)
+    is_constant(budget)  # raises for a malformed one
     base = _NAMED.get(name, Method("tree"))
     return Method(text.strip(), base.engine, base.drafter, budget, base.ahead)
 
@@ -156,9 +157,11 @@ def _own(method: Method, bench: Bench) -> Runner:
     drafter = drafters[method.drafter]()
 
     def new_policy() -> BudgetPolicy:
-        return parse_budget(method.budget)
+        return parse_budget(method.budget, lambda: fitted_roofline(bench.target, drafter.taps))
 
-    return OwnRunner(bench.target, drafter, new_policy, _ahead if method.ahead else _as_it_is)
+    adapts = drafter.horizon > 0 and not is_constant(method.budget)
+    wrap = _ahead if method.ahead else _as_it_is
+    return OwnRunner(bench.target, drafter, new_policy, adapts=adapts, wrap=wrap)
 
 
 def _as_it_is(drafter: Drafter) -> Drafter:

@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from draftwood.cli import bench, chat, data, demo, eval_drafter, generate, info, train, view
+from draftwood.cli import (
+    bench,
+    calibrate,
+    chat,
+    data,
+    demo,
+    eval_drafter,
+    generate,
+    info,
+    record,
+    report,
+    simulate,
+    train,
+    view,
+)
 from draftwood.cli.console import fail
 from draftwood.errors import DraftwoodError
 
@@ -72,4 +86,8 @@ app.command("view")(view.view)
 app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
+app.command("report")(report.report)
 app.command("eval-drafter")(eval_drafter.eval_drafter)
+app.command("calibrate")(calibrate.calibrate)
+app.command("record")(record.record)
+app.command("simulate")(simulate.simulate)

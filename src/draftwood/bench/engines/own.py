@@ -17,8 +17,10 @@ from draftwood.bench.engines.memory import PeakMemory
 from draftwood.bench.reliability import Reliability
 from draftwood.bench.runs import Request, rerun_row
 from draftwood.draft.base import Drafter
+from draftwood.draft.surrogate import Surrogate
 from draftwood.engine import Engine
 from draftwood.records import Output
+from draftwood.target.measure import calibrated
 from draftwood.target.model import Target
 from draftwood.tree.budget import BudgetPolicy, CycleState
 from draftwood.tree.latency import LatencyModel, OnlineLatency
@@ -38,6 +40,8 @@ class OwnRunner:
         target: the model.
         drafter: one that has not been used; copied for every run.
         new_policy: makes the budget policy.
+        adapts: whether the budget depends on predictions: the machine is then measured, and the
+            drafter's scores are calibrated as it goes, as ``draftwood.load`` does.
         wrap: applied to every copied drafter (asynchronous drafting).
     """
 
@@ -49,6 +53,8 @@ class OwnRunner:
         target: Target,
         drafter: Drafter,
         new_policy: Callable[[], BudgetPolicy],
+        *,
+        adapts: bool = False,
         wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
     ) -> None:
         self._target = target
@@ -56,14 +62,17 @@ class OwnRunner:
         self._new_policy = new_policy
         self._wrap = wrap
         self._policy = new_policy()
-        self._latency: LatencyModel = OnlineLatency()
+        self._adapts = adapts
+        self._surrogate = Surrogate() if adapts else None
+        curve = calibrated(target, drafter.taps) if adapts else None
+        self._latency: LatencyModel = OnlineLatency(curve)
 
     def run(self, requests: Sequence[Request]) -> Batch:
         listener = Reliability()
         drafter = self._new_drafter()
         engine = Engine(
             self._target, drafter, self._policy, latency=self._latency,
-            max_batch=len(requests), on_cycle=listener,
+            surrogate=self._surrogate, max_batch=len(requests), on_cycle=listener,
         )  # fmt: skip
         gc.collect()
         peak = PeakMemory(self._target.device)
@@ -82,7 +91,6 @@ class OwnRunner:
                     outputs[event.seq_id] = event.output
             kv_bytes = max(kv_bytes, engine.kv_bytes)
         details: dict[str, Any] = {"reliability": listener.counts()}
-        details |= ahead_details(drafter)
         close = getattr(drafter, "close", None)
         if close is not None:
             close()
@@ -95,9 +103,8 @@ class OwnRunner:
         self, requests: Sequence[Request], batch: Sequence[list[int]], index: int, position: int,
         budgets: Sequence[int] | None,
     ) -> torch.Tensor | None:  # fmt: skip
-        policy: BudgetPolicy = self._new_policy()
-        if budgets is not None and getattr(policy, "observe", None) and not _is_fixed(policy):
-            policy = Replay(budgets)
+        replays = self._adapts and budgets is not None
+        policy = Replay(budgets or ()) if replays else self._new_policy()
         engine = Engine(self._target, fork(self._drafter), policy, max_batch=len(requests))
         return rerun_row(engine, requests, index, position)
 
@@ -128,13 +135,6 @@ class Replay:
         pass
 
 
-def _is_fixed(policy: BudgetPolicy) -> bool:
-    """Whether a policy chooses the same whatever the machine's speed."""
-    from draftwood.tree.budget import Chain, Fixed, Off
-
-    return isinstance(policy, (Chain, Fixed, Off))
-
-
 def fork(drafter: Drafter) -> Drafter:
     """A copy with a state of its own; models and weights are shared."""
     return copy.deepcopy(drafter, {id(item): item for item in _models(drafter)})
@@ -161,12 +161,6 @@ def _models(drafter: Drafter) -> list[object]:
             todo += getattr(item, "__dict__", {}).values()
             todo += [getattr(item, slot) for slot in slots if hasattr(item, slot)]
     return found
-
-
-def ahead_details(drafter: Drafter) -> dict[str, Any]:
-    """Hits and misses of drafting ahead, from drafters that count them."""
-    hits, misses = getattr(drafter, "num_hits", None), getattr(drafter, "num_misses", None)
-    return {} if hits is None or misses is None else {"ahead": {"hits": hits, "misses": misses}}
 
 
 def _generation(output: Output, arrivals: list[tuple[float, int]]) -> Generation:
