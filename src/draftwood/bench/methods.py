@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from draftwood.api import fitted_roofline
+from draftwood.api import load
 from draftwood.bench.engines.base import Runner
 from draftwood.bench.engines.own import OwnRunner
 from draftwood.bench.engines.worker import SCRIPTS, WorkerRunner
-from draftwood.draft.base import Drafter, NullDrafter
+from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter, shipped_folder
-from draftwood.draft.lookup import LookupDrafter
-from draftwood.errors import DraftwoodError
 from draftwood.target.model import Target
-from draftwood.tree.budget import BudgetPolicy, is_constant, parse_budget
+from draftwood.tree.budget import is_constant, parse_budget
 
 REFERENCE = "ar"
 
@@ -31,14 +28,14 @@ class Method:
         engine: ``own`` (this package), ``transformers``, or a key of ``SCRIPTS``.
         drafter: ``none``, ``given`` (the benchmark's drafter) or ``lookup``.
         budget: of the own engine.
-        ahead: draft while the target verifies.
+        ahead: where to draft while the target verifies; "" drafts when it is needed.
     """
 
     name: str
     engine: str = "own"
     drafter: str = "given"
     budget: str = "auto"
-    ahead: bool = False
+    ahead: str = ""
 
 
 _NAMED = {
@@ -50,13 +47,14 @@ _NAMED = {
         Method("convex", budget="convex"),
         Method("roofline", budget="roofline"),
         Method("lookup", drafter="lookup"),
-        Method("async", ahead=True),
+        Method("async", ahead="thread"),
+        Method("async-process", ahead="process"),
         Method("hf-ar", engine="transformers", drafter="none"),
         Method("hf-dflash", engine="transformers"),
         *(Method(name, engine=name, drafter="none") for name in SCRIPTS),
     )
 }
-_WITH_BUDGET = {"tree", "lookup", "async"}  # tree:32, lookup:16, async:auto
+_WITH_BUDGET = ("tree", "lookup", "async", "async-process")
 
 
 def parse_method(text: str) -> Method:
@@ -69,18 +67,11 @@ def parse_method(text: str) -> Method:
     if not colon and name in _NAMED:
         return _NAMED[name]
     if not colon or name not in _WITH_BUDGET:
-        known = ", ".join([*_NAMED, *(f"{name}:N" for name in sorted(_WITH_BUDGET))])
+        known = ", ".join([*_NAMED, *(f"{name}:N" for name in _WITH_BUDGET)])
         raise ValueError(f"there is no method {text!r}; choose from {known}")
     is_constant(budget)  # raises for a malformed one
     base = _NAMED.get(name, Method("tree"))
     return Method(text.strip(), base.engine, base.drafter, budget, base.ahead)
-
-
-def method_names() -> list[str]:
-    """All names that this installation can run, outside engines included."""
-    has_ahead = importlib.util.find_spec("draftwood.ahead") is not None
-    names = [name for name in _NAMED if name != "async" or has_ahead]
-    return [*names, "tree:N"]
 
 
 @dataclass(frozen=True)
@@ -153,30 +144,13 @@ def open_runner(method: Method, bench: Bench, temperature: float) -> Runner:
 
 
 def _own(method: Method, bench: Bench) -> Runner:
-    drafters = {"none": NullDrafter, "lookup": LookupDrafter, "given": lambda: bench.given}
-    drafter = drafters[method.drafter]()
-
-    def new_policy() -> BudgetPolicy:
-        return parse_budget(method.budget, lambda: fitted_roofline(bench.target, drafter.taps))
-
-    adapts = drafter.horizon > 0 and not is_constant(method.budget)
-    wrap = _ahead if method.ahead else _as_it_is
-    return OwnRunner(bench.target, drafter, new_policy, adapts=adapts, wrap=wrap)
-
-
-def _as_it_is(drafter: Drafter) -> Drafter:
-    return drafter
-
-
-def _ahead(drafter: Drafter) -> Drafter:
-    try:
-        from draftwood.ahead import AheadDrafter
-    except ImportError as error:
-        raise DraftwoodError(
-            "this version of draftwood cannot draft while the target verifies; leave 'async' out"
-        ) from error
-    wrapped: Drafter = AheadDrafter(drafter)
-    return wrapped
+    drafter: str | Drafter = bench.given if method.drafter == "given" else method.drafter
+    ahead = method.ahead or None
+    if ahead == "process":
+        drafter = bench.drafter  # a drafter that exists cannot move there
+    template = load(bench.target, drafter, method.budget, ahead=ahead)
+    constant = parse_budget(method.budget) if is_constant(method.budget) else None
+    return OwnRunner(template, constant)
 
 
 def _transformers(method: Method, bench: Bench, temperature: float) -> Runner:

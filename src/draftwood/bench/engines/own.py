@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
+from draftwood.ahead.drafter import AheadDrafter
 from draftwood.bench.engines.base import Batch, Generation
 from draftwood.bench.engines.memory import PeakMemory
 from draftwood.bench.reliability import Reliability
 from draftwood.bench.runs import Request, rerun_row
 from draftwood.draft.base import Drafter
-from draftwood.draft.surrogate import Surrogate
 from draftwood.engine import Engine
 from draftwood.records import Output
-from draftwood.target.measure import calibrated
 from draftwood.target.model import Target
 from draftwood.tree.budget import BudgetPolicy, CycleState
-from draftwood.tree.latency import LatencyModel, OnlineLatency
+from draftwood.tree.latency import LatencyModel
 from draftwood.tree.tree import IntArray, ScoredPrefixes
 
 _SHARED = (torch.Tensor, nn.Module, Target)
@@ -34,46 +32,25 @@ class OwnRunner:
 
     Every run gets a drafter that has learned nothing, so that a result depends on the prompt alone
     and not on what ran before it. What is known about the machine's speed stays: the latency model
-    and the policy.
+    and the policy, and with them the calibration of scores. A drafter that works ahead has a worker
+    and is the same for all runs.
 
     Args:
-        target: the model.
-        drafter: one that has not been used; copied for every run.
-        new_policy: makes the budget policy.
-        adapts: whether the budget depends on predictions: the machine is then measured, and the
-            drafter's scores are calibrated as it goes, as ``draftwood.load`` does.
-        wrap: applied to every copied drafter (asynchronous drafting).
+        template: an engine as ``draftwood.load`` makes it; it is not used itself.
+        constant: its policy, where that does not depend on the clock.
     """
 
     max_concurrency: int | None = None
     promises_identity = True
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        new_policy: Callable[[], BudgetPolicy],
-        *,
-        adapts: bool = False,
-        wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
-    ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._new_policy = new_policy
-        self._wrap = wrap
-        self._policy = new_policy()
-        self._adapts = adapts
-        self._surrogate = Surrogate() if adapts else None
-        curve = calibrated(target, drafter.taps) if adapts else None
-        self._latency: LatencyModel = OnlineLatency(curve)
+    def __init__(self, template: Engine, constant: BudgetPolicy | None) -> None:
+        self._template = template
+        self._constant = constant
+        self._target = template.target
 
     def run(self, requests: Sequence[Request]) -> Batch:
         listener = Reliability()
-        drafter = self._new_drafter()
-        engine = Engine(
-            self._target, drafter, self._policy, latency=self._latency,
-            surrogate=self._surrogate, max_batch=len(requests), on_cycle=listener,
-        )  # fmt: skip
+        engine = self._engine(len(requests), listener)
         gc.collect()
         peak = PeakMemory(self._target.device)
         arrivals: dict[int, list[tuple[float, int]]] = {}
@@ -90,10 +67,7 @@ class OwnRunner:
                 if event.output is not None:
                     outputs[event.seq_id] = event.output
             kv_bytes = max(kv_bytes, engine.kv_bytes)
-        details: dict[str, Any] = {"reliability": listener.counts()}
-        close = getattr(drafter, "close", None)
-        if close is not None:
-            close()
+        details = {"reliability": listener.counts()}
         return Batch(
             [_generation(outputs[i], arrivals.get(i, [])) for i in ids], now - begin,
             kv_bytes, peak.read(), details,
@@ -103,16 +77,24 @@ class OwnRunner:
         self, requests: Sequence[Request], batch: Sequence[list[int]], index: int, position: int,
         budgets: Sequence[int] | None,
     ) -> torch.Tensor | None:  # fmt: skip
-        replays = self._adapts and budgets is not None
-        policy = Replay(budgets or ()) if replays else self._new_policy()
-        engine = Engine(self._target, fork(self._drafter), policy, max_batch=len(requests))
+        policy = self._constant or Replay(budgets or ())
+        engine = Engine(self._target, self._drafter(), policy, max_batch=len(requests))
         return rerun_row(engine, requests, index, position)
 
-    def _new_drafter(self) -> Drafter:
-        return self._wrap(fork(self._drafter))
+    def _engine(self, max_batch: int, listener: Reliability) -> Engine:
+        known = self._template
+        return Engine(
+            self._target, self._drafter(), known.policy, latency=known.latency,
+            surrogate=known.surrogate, max_batch=max_batch, on_cycle=listener,
+        )  # fmt: skip
+
+    def _drafter(self) -> Drafter:
+        known = self._template.drafter
+        return known if isinstance(known, AheadDrafter) else fork(known)
 
     def close(self) -> None:
-        pass
+        if isinstance(self._template.drafter, AheadDrafter):
+            self._template.drafter.close()
 
 
 class Replay:
