@@ -17,6 +17,7 @@ from draftwood.cli import (
     eval_drafter,
     generate,
     info,
+    prune,
     record,
     report,
     simulate,
@@ -87,6 +88,7 @@ app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
+app.command("prune")(prune.prune)
 app.command("eval-drafter")(eval_drafter.eval_drafter)
 app.command("calibrate")(calibrate.calibrate)
 app.command("record")(record.record)

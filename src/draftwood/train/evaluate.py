@@ -48,7 +48,6 @@ class Acceptance:
         return self.num_tokens / max(self.num_cycles[budget], 1)
 
 
-@torch.no_grad()
 def evaluate(
     network: Network, examples: Iterable[Example], budgets: Sequence[int] = BUDGETS
 ) -> dict[str, Acceptance]:
@@ -58,39 +57,59 @@ def evaluate(
         network: drafter with embeddings and head of its own or borrowed.
         examples: greedy responses of the target with its features.
     """
-    to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
-    parts: dict[str, list[tuple[int, torch.Tensor, dict[int, int]]]] = {}
+    parts: dict[str, list[Replay]] = {}
     for example in examples:
         if example.num_anchors == 0:
             continue
-        hidden, batch = anchor_hidden(network, example)
-        labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
-        labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
-        accepted: dict[int, list[IntArray]] = {budget: [] for budget in budgets}
-        right = torch.zeros(hidden.shape[1], dtype=torch.int64, device=hidden.device)
-        step = max(_MAX_SCORES // (hidden.shape[1] * network.config.head_size), 1)
-        for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
-            log_probs = network.logits(rows).float().log_softmax(dim=-1)
-            right += (log_probs.argmax(-1) == wanted).sum(0)
-            for budget, lengths in accepted_lengths(log_probs, wanted, budgets).items():
-                accepted[budget].append(lengths)
-        counts = torch.stack([right.cpu(), batch.valid[0].sum(0).cpu()])
-        cycles = {b: count_cycles(np.concatenate(parts_of)) for b, parts_of in accepted.items()}
+        one = replay(network, example, budgets)
         for name in ("all", example.domain or "other"):
-            parts.setdefault(name, []).append((len(labels), counts, cycles))
-    return {name: _summary(rows, budgets) for name, rows in parts.items()}
+            parts.setdefault(name, []).append(one)
+    return {name: _summary(replays, budgets) for name, replays in parts.items()}
 
 
-def _summary(
-    rows: Sequence[tuple[int, torch.Tensor, dict[int, int]]], budgets: Sequence[int]
-) -> Acceptance:
-    right, counted = torch.stack([counts for _, counts, _ in rows]).sum(0)
-    accuracy = right / counted.clamp_min(1)
+@dataclass(frozen=True)
+class Replay:
+    """The loop replayed on one response.
+
+    Attributes:
+        num_tokens: response tokens.
+        right, counted: [horizon] rows predicted right, and rows with a response token.
+        cycles: by budget.
+    """
+
+    num_tokens: int
+    right: torch.Tensor
+    counted: torch.Tensor
+    cycles: Mapping[int, int]
+
+
+@torch.no_grad()
+def replay(network: Network, example: Example, budgets: Sequence[int]) -> Replay:
+    """Draft at every anchor of a response in one packed pass, then follow the loop."""
+    to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
+    hidden, batch = anchor_hidden(network, example)
+    labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
+    labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
+    accepted: dict[int, list[IntArray]] = {budget: [] for budget in budgets}
+    right = torch.zeros(hidden.shape[1], dtype=torch.int64, device=hidden.device)
+    step = max(_MAX_SCORES // (hidden.shape[1] * network.config.head_size), 1)
+    for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
+        log_probs = network.logits(rows).float().log_softmax(dim=-1)
+        right += (log_probs.argmax(-1) == wanted).sum(0)
+        for budget, lengths in accepted_lengths(log_probs, wanted, budgets).items():
+            accepted[budget].append(lengths)
+    cycles = {budget: count_cycles(np.concatenate(parts)) for budget, parts in accepted.items()}
+    return Replay(len(labels), right.cpu(), batch.valid[0].sum(0).cpu(), cycles)
+
+
+def _summary(replays: Sequence[Replay], budgets: Sequence[int]) -> Acceptance:
+    right = torch.stack([one.right for one in replays]).sum(0)
+    counted = torch.stack([one.counted for one in replays]).sum(0)
     return Acceptance(
-        len(rows),
-        sum(tokens for tokens, _, _ in rows),
-        tuple(accuracy.tolist()),
-        {budget: sum(cycles[budget] for _, _, cycles in rows) for budget in budgets},
+        len(replays),
+        sum(one.num_tokens for one in replays),
+        tuple((right / counted.clamp_min(1)).tolist()),
+        {budget: sum(one.cycles[budget] for one in replays) for budget in budgets},
     )
 
 

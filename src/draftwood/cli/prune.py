@@ -1,0 +1,157 @@
+"""``draftwood prune``: fewer layers of an independent drafter, chosen by acceptance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftwood.cli import options
+from draftwood.cli.console import note
+
+if TYPE_CHECKING:
+    from draftwood.train.prune import Stage, Table
+
+STOP = "Where to stop"
+CHOICE = "Choice of layers"
+RECOVERY = "Recovery"
+
+
+def prune(
+    drafter: Annotated[str, typer.Option("--drafter", "-d", help="Folder of a trained drafter.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(exists=True, help="Folder from 'draftwood data'. May be given repeatedly."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Gets the table, the plot and every depth.")
+    ],
+    target: options.Target = "demo",
+    depth: Annotated[
+        int, typer.Option(min=1, rich_help_panel=STOP, help="At this many layers.")
+    ] = 1,
+    keep: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, rich_help_panel=STOP, help="Below this share of the unpruned τ."
+        ),
+    ] = 0.0,
+    speedup: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=STOP, help="Once the estimated speedup reaches this."),
+    ] = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=CHOICE,
+            help="'acceptance', or for comparison 'cosine', 'last' or 'random'.",
+        ),
+    ] = "acceptance",
+    budget: Annotated[
+        int, typer.Option(min=0, rich_help_panel=CHOICE, help="Nodes of the tree; 0: the chain.")
+    ] = 0,
+    num_ranking: Annotated[
+        int, typer.Option(min=1, rich_help_panel=CHOICE, help="Most replies to choose by.")
+    ] = 48,
+    num_validation: Annotated[
+        int, typer.Option(min=1, rich_help_panel=CHOICE, help="Most replies to measure τ on.")
+    ] = 96,
+    steps: Annotated[
+        int | None, typer.Option(rich_help_panel=RECOVERY, help="Per removed layer; 0: none.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(rich_help_panel=RECOVERY, help="Per removed layer.")
+    ] = None,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", "--lr", rich_help_panel=RECOVERY)
+    ] = 3e-4,
+    warmup_steps: Annotated[int, typer.Option(min=0, rich_help_panel=RECOVERY)] = 10,
+    margin: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            rich_help_panel=RECOVERY,
+            help="By how much the true token must lead in the teacher's corrected distribution.",
+        ),
+    ] = 0.1,
+    gamma: Annotated[float, typer.Option(rich_help_panel=RECOVERY)] = 4.0,
+    ar_weight: Annotated[
+        float, typer.Option(min=0, rich_help_panel=RECOVERY, help="λ of the language-model loss.")
+    ] = 1.0,
+    blocks: Annotated[int, typer.Option(min=1, rich_help_panel=RECOVERY)] = 256,
+    anchors: Annotated[int, typer.Option(min=1, rich_help_panel=RECOVERY)] = 128,
+    head_negatives: Annotated[int, typer.Option(min=0, rich_help_panel=RECOVERY)] = 1024,
+    train_head: Annotated[bool, typer.Option(rich_help_panel=RECOVERY)] = True,
+    held_out: Annotated[
+        float, typer.Option(min=0, max=90, help="Percent for validation, as in 'train'.")
+    ] = 3.0,
+    max_len: Annotated[int, typer.Option(min=2, help="Longer replies are left out.")] = 2048,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+) -> None:
+    """Remove layers one by one and recover each time; the same command continues a run."""
+    from draftwood.cli.options import quiet_libraries
+    from draftwood.cli.threads import choose_threads
+    from draftwood.target.load import load_target
+    from draftwood.train.loss import LossConfig
+    from draftwood.train.prune import PruneConfig, best_stage, prune_drafter
+    from draftwood.train.prune_report import write_csv, write_plot
+    from draftwood.train.shards import load_rows
+    from draftwood.train.trainer import TrainConfig
+
+    if steps is None and minutes is None:
+        raise typer.BadParameter(
+            "recovery needs an end: give --steps or --minutes, --steps 0: none"
+        )
+    recovery = None
+    if steps != 0:
+        recovery = TrainConfig(
+            learning_rate=learning_rate, warmup_steps=warmup_steps, max_steps=steps,
+            max_minutes=minutes, blocks=blocks, blocks_per_response=min(anchors, blocks),
+            head_negatives=head_negatives, train_head=train_head, seed=seed,
+            eval_minutes=1e9, loss=LossConfig(gamma=gamma, autoregressive=ar_weight),
+        )  # fmt: skip
+    config = PruneConfig(
+        recovery, order=order, min_depth=depth, keep_tau=keep, speedup=speedup, budget=budget,
+        margin=margin, num_ranking=num_ranking, num_validation=num_validation,
+        held_out_percent=held_out, max_len=max_len, seed=seed,
+    )  # fmt: skip
+    quiet_libraries()
+    choose_threads()
+    rows = [row for path in data for row in load_rows(path)]
+    model = load_target(target, dtype=dtype, device=device)
+    table = prune_drafter(drafter, model, rows, out, config, on_stage=_show)
+    write_csv(table, out)
+    try:
+        write_plot({order: table}, out / "prune.png")
+    except ImportError:
+        note("no plot: matplotlib is not installed (pip install 'draftwood[bench]')")
+    _print(table)
+    typer.echo(best_stage(table, keep).folder)
+
+
+def _show(stage: Stage) -> None:
+    removed = "" if stage.removed is None else f" without {stage.removed}"
+    note(f"{stage.depth} layers{removed} · τ {stage.tau:.3f} · draft {1e3 * stage.draft_s:.1f} ms")
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    for heading in ("layers", "removed", "τ before recovery", "τ", "draft ms", "speedup (est.)"):
+        grid.add_column(heading, justify="right")
+    for one in table.stages:
+        grid.add_row(
+            str(one.depth),
+            "" if one.removed is None else str(one.removed),
+            "" if one.tau_without is None else f"{one.tau_without:.3f}",
+            f"{one.tau:.3f}",
+            f"{1e3 * one.draft_s:.1f}",
+            f"{one.speedup:.2f}",
+        )
+    Console(highlight=False).print(grid)

@@ -1,0 +1,140 @@
+"""Which layer of a drafter to remove next: by acceptance without it, or by simpler rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.train.anchors import Example
+from draftwood.train.evaluate import anchor_hidden, replay
+from draftwood.tree.tree import FloatArray
+
+ORDERS = ("acceptance", "cosine", "last", "random")
+
+_MIN_RESPONSES = 8  # below that a spread is not known
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """What removing one layer would do.
+
+    Attributes:
+        layer: index in the drafter.
+        score: larger is less harmful. For ``acceptance`` the τ without it.
+        num_responses: responses it was measured on; less than all where it was surely worse.
+    """
+
+    layer: int
+    score: float
+    num_responses: int = 0
+
+
+def rank_layers(
+    network: IndependentNetwork,
+    order: str,
+    examples: Sequence[Example],
+    *,
+    budget: int,
+    confidence: float = 3.0,
+    seed: int = 0,
+) -> list[LayerScore]:
+    """All layers, the least harmful to remove first.
+
+    Args:
+        order: ``acceptance`` (D3D), ``cosine`` (the layer that turns its input least), ``last``
+            or ``random``.
+        examples: held-out responses.
+        budget: of the tree whose acceptance counts; 0 is the chain.
+        confidence: see ``race``.
+        seed: of the random order.
+
+    Raises:
+        ValueError: an unknown order, or no response to measure on.
+    """
+    count = len(network.layers)
+    if order == "last":
+        return [LayerScore(i, float(i)) for i in reversed(range(count))]
+    if order == "random":
+        keys = np.random.default_rng([seed, count]).random(count)
+        scores = [LayerScore(i, float(key)) for i, key in enumerate(keys)]
+        return sorted(scores, key=lambda one: -one.score)
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    if not examples:
+        raise ValueError("there is no held-out response to choose layers by")
+    if order == "cosine":
+        return _by_cosine(network, examples)
+    candidates = [network.without(i) for i in range(count)]
+    return race(
+        lambda layer, example: replay(candidates[layer], example, (budget,)).cycles[budget],
+        count,
+        examples,
+        confidence,
+    )
+
+
+def race(
+    cycles_of: Callable[[int, Example], int],
+    num_layers: int,
+    examples: Iterable[Example],
+    confidence: float = 3.0,
+) -> list[LayerScore]:
+    """Compare layers response by response; those that are surely worse stop early.
+
+    All see the same responses, so the *difference* in cycles to the leader is compared: a layer
+    is out when it exceeds zero by ``confidence`` standard errors.
+
+    Args:
+        cycles_of: (layer, response) → cycles that the loop takes without that layer.
+    """
+    cycles: list[list[int]] = [[] for _ in range(num_layers)]
+    tokens: list[int] = []
+    alive = list(range(num_layers))
+    for example in examples:
+        if example.num_anchors == 0:
+            continue
+        tokens.append(example.num_anchors)
+        for layer in alive:
+            cycles[layer].append(cycles_of(layer, example))
+        if len(tokens) >= _MIN_RESPONSES:
+            leader = min(alive, key=lambda layer: sum(cycles[layer]))
+            lead = np.array(cycles[leader], dtype=np.float64)
+            alive = [i for i in alive if not _surely_above(cycles[i] - lead, confidence)]
+    scores = [
+        LayerScore(i, sum(tokens[: len(seen)]) / max(sum(seen), 1), len(seen))
+        for i, seen in enumerate(cycles)
+    ]
+    return sorted(scores, key=lambda one: (-one.num_responses, -one.score, one.layer))
+
+
+def _surely_above(difference: FloatArray, confidence: float) -> bool:
+    error = difference.std(ddof=1) / np.sqrt(len(difference))
+    return bool(difference.mean() > confidence * error)
+
+
+@torch.no_grad()
+def _by_cosine(network: IndependentNetwork, examples: Sequence[Example]) -> list[LayerScore]:
+    """Mean cosine between the input and the output of every layer, over all rows."""
+    sums, rows = np.zeros(len(network.layers)), 0
+
+    def watch(layer: int) -> Callable[..., None]:
+        def hook(_module: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            sums[layer] += float(torch.cosine_similarity(inputs[0], output, dim=-1).sum())
+
+        return hook
+
+    handles = [one.register_forward_hook(watch(i)) for i, one in enumerate(network.layers)]
+    try:
+        for example in examples:
+            if example.num_anchors:
+                _, batch = anchor_hidden(network, example)
+                rows += batch.num_rows + batch.context_ids.numel()
+    finally:
+        for handle in handles:
+            handle.remove()
+    scores = [LayerScore(i, total / max(rows, 1), len(examples)) for i, total in enumerate(sums)]
+    return sorted(scores, key=lambda one: -one.score)

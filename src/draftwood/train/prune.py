@@ -1,0 +1,282 @@
+"""Pruning an independent drafter layer by layer (D3D): rank, remove, recover, repeat; resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftwood.draft.independent_checkpoint import check_fits, load_independent, save_independent
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.target.model import Target
+from draftwood.train.anchors import Example
+from draftwood.train.distill import DistillObjective
+from draftwood.train.evaluate import evaluate
+from draftwood.train.independent import TokenSource
+from draftwood.train.layer_choice import ORDERS, LayerScore, rank_layers
+from draftwood.train.prune_cost import draft_seconds, target_seconds
+from draftwood.train.target_side import ResponseRow, as_example, split_rows
+from draftwood.train.trainer import TrainConfig, Trainer
+
+TABLE = "prune.json"
+_DRAFT = "draft"
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """How to prune.
+
+    Attributes:
+        recovery: the training after each removal, whose ``loss`` has the position weights and λ;
+            None removes layers without any.
+        order: how the next layer is chosen, see ``rank_layers``.
+        min_depth: stop at this many layers.
+        keep_tau: stop below this share of the unpruned drafter's τ; 0 never does.
+        speedup: stop once the estimated speedup reaches this; None never does.
+        budget: of the tree whose acceptance counts; 0 is the chain.
+        margin: of the distillation target, see ``distill``.
+        confidence: standard errors at which a layer is out of the race.
+        num_ranking: most held-out responses that layers are compared on.
+        num_validation: most held-out responses that τ is measured on.
+        held_out_percent, max_len: see ``DataUse``.
+        context_len: context at which latency is measured.
+        seed: of the random order.
+    """
+
+    recovery: TrainConfig | None
+    order: str = "acceptance"
+    min_depth: int = 1
+    keep_tau: float = 0.0
+    speedup: float | None = None
+    budget: int = 0
+    margin: float = 0.1
+    confidence: float = 3.0
+    num_ranking: int = 48
+    num_validation: int = 96
+    held_out_percent: float = 3.0
+    max_len: int = 2048
+    context_len: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.min_depth < 1 or not 0 <= self.keep_tau <= 1:
+            raise ValueError(
+                f"min_depth must be ≥ 1 and keep_tau between 0 and 1, got {self.min_depth} and "
+                f"{self.keep_tau}"
+            )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One depth.
+
+    Attributes:
+        depth: layers left.
+        layers: which ones, by their index in the original body.
+        removed: the one removed last, None for the unpruned drafter.
+        tau_without: τ right after the removal, before recovery.
+        tau: τ after recovery.
+        draft_s: seconds of one draft.
+        speedup: estimated, over plain decoding: τ · t(1) / (t_draft + t(tree)).
+        folder: of the checkpoint.
+    """
+
+    depth: int
+    layers: tuple[int, ...]
+    removed: int | None
+    tau_without: float | None
+    tau: float
+    draft_s: float
+    speedup: float
+    folder: str
+
+
+@dataclass
+class Table:
+    """All depths so far, kept in ``prune.json`` after each."""
+
+    settings: dict[str, Any]
+    plain_s: float
+    verify_s: float
+    stages: list[Stage] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        partial = folder / f"{TABLE}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.replace(folder / TABLE)
+
+    @staticmethod
+    def load(folder: Path) -> Table | None:
+        file = folder / TABLE
+        if not file.is_file():
+            return None
+        raw = json.loads(file.read_text())
+        stages = [Stage(**{**one, "layers": tuple(one["layers"])}) for one in raw.pop("stages")]
+        return Table(**raw, stages=stages)
+
+
+def prune_drafter(
+    drafter: str | os.PathLike[str],
+    target: Target,
+    rows: Sequence[ResponseRow],
+    folder: str | os.PathLike[str],
+    config: PruneConfig,
+    *,
+    on_stage: Callable[[Stage], None] | None = None,
+) -> Table:
+    """Remove layers one at a time until a target is met, or continue the run in ``folder``.
+
+    Args:
+        drafter: folder of a trained independent drafter; the teacher of every recovery.
+        target: gives borrowed tables, and the latencies of the speedup estimate.
+        rows: its replies; the held-out part chooses layers and measures τ.
+        folder: gets ``prune.json`` and ``depth-NN/draft`` for every depth.
+        on_stage: called with every depth that is done.
+
+    Raises:
+        ValueError: rows, drafter or settings do not fit each other or the folder's run.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    kept = [row for row in rows if len(row.token_ids) <= config.max_len]
+    train, held = split_rows(kept, config.held_out_percent)
+    if not train or not held:
+        raise ValueError(
+            f"pruning needs replies to recover on and held-out ones to measure on, got "
+            f"{len(train)} and {len(held)}; generate more, or raise held_out_percent"
+        )
+    run = _Run(str(drafter), target, train, list(map(as_example, held)), path, config)
+    shown = 0
+    while True:
+        if on_stage is not None:
+            for stage in run.table.stages[shown:]:
+                on_stage(stage)
+        shown = len(run.table.stages)
+        if run.is_done():
+            return run.table
+        run.next_stage()
+
+
+class _Run:
+    """One call of ``prune_drafter``."""
+
+    def __init__(
+        self,
+        drafter: str,
+        target: Target,
+        train: Sequence[ResponseRow],
+        held: Sequence[Example],
+        folder: Path,
+        config: PruneConfig,
+    ) -> None:
+        self._drafter, self._target, self._folder, self.config = drafter, target, folder, config
+        self._train, self._held = train, held
+        self.teacher = self._load(drafter)
+        settings = {**asdict(config), "drafter": drafter}
+        # where to stop may change between two calls
+        for name in ("min_depth", "keep_tau", "speedup"):
+            del settings[name]
+        settings = json.loads(json.dumps(settings))
+        table = Table.load(folder)
+        if table is not None and table.settings != settings:
+            changed = [k for k, value in settings.items() if table.settings.get(k) != value]
+            raise ValueError(
+                f"{folder} holds a pruning run with other settings ({', '.join(changed)}); repeat "
+                "those to continue it, or choose another folder"
+            )
+        if table is None:
+            width = config.budget or self.teacher.config.horizon
+            table = Table(settings, *target_seconds(target, width + 1, config.context_len))
+        self.table = table
+        if not table.stages:
+            self._add(self.teacher, None, None, drafter)
+
+    def is_done(self) -> bool:
+        first, last, config = self.table.stages[0], self.table.stages[-1], self.config
+        return (
+            last.depth <= config.min_depth
+            or last.tau < config.keep_tau * first.tau
+            or (config.speedup is not None and last.speedup >= config.speedup)
+        )
+
+    def next_stage(self) -> Stage:
+        """Rank, remove, recover, measure."""
+        last = self.table.stages[-1]
+        student = self._load(last.folder)
+        where = self._folder / f"depth-{last.depth - 1:02d}"
+        where.mkdir(exist_ok=True)
+        chosen = self._choice(where, student)
+        pruned = student.without(chosen.layer)
+        tau_without = self._tau(pruned)
+        if self.config.recovery is None:
+            save_independent(where / _DRAFT, pruned.config, pruned.state_dict())
+        else:
+            self._recover(pruned, where, self.config.recovery)
+        return self._add(
+            self._load(str(where / _DRAFT)), last.layers[chosen.layer], tau_without,
+            str(where / _DRAFT),
+        )  # fmt: skip
+
+    def _choice(self, where: Path, student: IndependentNetwork) -> LayerScore:
+        """The layer to remove; kept, so that a continued run does not choose again."""
+        file = where / "ranking.json"
+        if not file.is_file():
+            config = self.config
+            ranking = rank_layers(
+                student, config.order, self._held[: config.num_ranking], budget=config.budget,
+                confidence=config.confidence, seed=config.seed,
+            )  # fmt: skip
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps([asdict(one) for one in ranking], indent=1) + "\n")
+            partial.replace(file)
+        return LayerScore(**json.loads(file.read_text())[0])
+
+    def _recover(self, pruned: IndependentNetwork, where: Path, recovery: TrainConfig) -> None:
+        pruned.requires_grad_(True).train()
+        objective = DistillObjective(pruned, self.teacher, recovery.loss, self.config.margin)
+        held = list(self._held[: self.config.num_validation])
+        Trainer(objective, TokenSource(self._train), lambda: held, where, recovery).run()
+
+    def _add(
+        self, network: IndependentNetwork, removed: int | None, tau_without: float | None, at: str
+    ) -> Stage:
+        config, table = self.config, self.table
+        tau = self._tau(network)
+        # as decoding would run it
+        served = load_independent(at, dtype=self._target.dtype, device=self._target.device)
+        draft_s = draft_seconds(
+            served, self._target, config.budget or network.config.horizon,
+            config.context_len, is_chain=config.budget == 0,
+        )  # fmt: skip
+        speedup = tau * table.plain_s / (draft_s + table.verify_s)
+        layers = network.config.layers
+        stage = Stage(len(layers), layers, removed, tau_without, tau, draft_s, speedup, at)
+        table.stages.append(stage)
+        table.save(self._folder)
+        return stage
+
+    def _tau(self, network: IndependentNetwork) -> float:
+        budget = self.config.budget
+        found = evaluate(network.eval(), self._held[: self.config.num_validation], (budget,))
+        if not found:
+            raise ValueError("the held-out replies have no token to predict; generate longer ones")
+        return found["all"].tau(budget)
+
+    def _load(self, folder: str) -> IndependentNetwork:
+        network = load_independent(folder, device=self._target.device)
+        check_fits(network.config, self._target)
+        if network.config.borrows:
+            tables = (self._target.input_embeddings(), self._target.output_embeddings())
+            network.borrow(*(table.float() for table in tables))
+        return network
+
+
+def best_stage(table: Table, keep_tau: float = 0.0) -> Stage:
+    """The fastest depth by estimate among those that keep this share of the unpruned τ."""
+    enough = [one for one in table.stages if one.tau >= keep_tau * table.stages[0].tau]
+    return max(enough, key=lambda one: one.speedup)

@@ -1,0 +1,259 @@
+"""Pruning: the distillation target, the race between layers, the loop and its baselines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train_cli import passes, prompts
+
+from draftwood.draft.independent_checkpoint import load_independent, save_independent
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.target.model import Target
+from draftwood.train.distill import DistillObjective, distillation_loss, smallest_share
+from draftwood.train.layer_choice import ORDERS, race, rank_layers
+from draftwood.train.loss import LossConfig
+from draftwood.train.prune import PruneConfig, best_stage, prune_drafter
+from draftwood.train.target_side import ResponseRow, as_example
+from draftwood.train.trainer import TrainConfig
+from tiny import tiny_model
+from tiny_drafter import tiny_independent_network
+from tiny_folder import save_tiny_folder
+
+VOCAB = 61
+RNG = np.random.default_rng(3)
+ROWS = [ResponseRow(tuple(RNG.integers(3, VOCAB, size=12 + i).tolist()), 4, "x") for i in range(16)]
+EXAMPLES = [as_example(row) for row in ROWS]
+
+# ---- the distillation target --------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=2, max_size=6),
+    st.integers(0, 5),
+    st.floats(0, 1),
+)
+def test_the_label_leads_by_the_margin_and_no_more(
+    weights: list[float], label: int, margin: float
+) -> None:
+    probs = np.array(weights) + 1e-9
+    probs /= probs.sum()
+    label %= len(probs)
+    other = float(np.delete(probs, label).max())
+    share = float(
+        smallest_share(
+            torch.tensor(probs[label], dtype=torch.float64),
+            torch.tensor(other, dtype=torch.float64),
+            margin,
+        )
+    )
+    assert 0 <= share <= 1
+
+    def lead(eta: float) -> float:
+        mixed = (1 - eta) * probs + eta * (np.arange(len(probs)) == label)
+        return float(mixed[label] - np.delete(mixed, label).max())
+
+    assert lead(share) >= margin - 1e-9
+    if share > 1e-6:
+        assert lead(share * (1 - 1e-3)) < margin
+    else:
+        assert lead(0.0) >= margin - 1e-5
+
+
+def test_a_confident_and_right_teacher_is_left_alone() -> None:
+    scores = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
+    student = torch.tensor([[0.3, -0.2, 0.9]], dtype=torch.float64)
+    loss = distillation_loss(student, scores, torch.tensor([0]), 0.1)
+    expected = -(scores.softmax(-1) * student.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_with_the_whole_margin_only_the_label_counts() -> None:
+    scores = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
+    student = torch.tensor([[0.3, -0.2, 0.9]], dtype=torch.float64)
+    loss = distillation_loss(student, scores, torch.tensor([1]), 1.0)
+    torch.testing.assert_close(loss, -student.log_softmax(-1)[:, 1])
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab=VOCAB, dtype=torch.float32), probe=False)
+
+
+@pytest.fixture(scope="module")
+def network(target: Target) -> IndependentNetwork:
+    return tiny_independent_network(target, block_size=4, num_layers=3)
+
+
+def test_a_sample_of_every_column_is_the_whole_loss(network: IndependentNetwork) -> None:
+    objective = DistillObjective(
+        network.without(1), network, LossConfig(autoregressive=0.5), margin=0.2
+    )
+
+    def loss(negatives: int) -> float:
+        batch = objective.draw(
+            EXAMPLES[:2], [np.array([3, 8]), np.array([4, 6])], block_size=4,
+            num_negatives=negatives, rng=np.random.default_rng(0), device="cpu",
+        )  # fmt: skip
+        return float(objective(*batch)[0])
+
+    assert loss(VOCAB) == pytest.approx(loss(0), rel=1e-5)
+
+
+def test_a_margin_outside_the_unit_interval_is_refused(network: IndependentNetwork) -> None:
+    with pytest.raises(ValueError, match="margin must be"):
+        DistillObjective(network, network, LossConfig(), margin=1.5)
+
+
+# ---- the choice of layers -----------------------------------------------------------------
+
+
+def test_removing_a_layer_shares_the_others(network: IndependentNetwork) -> None:
+    smaller = network.without(1)
+    assert smaller.config.layers == (0, 2)
+    assert smaller.stack()[1] is network.stack()[2]
+    assert len(network.layers) == 3
+    with pytest.raises(ValueError, match="at least one layer"):
+        network.keeping([])
+
+
+def test_the_race_finds_the_best_and_stops_the_worst_early() -> None:
+    asked: list[int] = []
+    noise = np.random.default_rng(0)
+
+    def cycles_of(layer: int, _: object) -> int:
+        asked.append(layer)
+        return [12, 10, 20, 11][layer] + int(noise.integers(0, 3))
+
+    ranking = race(cycles_of, 4, EXAMPLES * 4)
+    assert ranking[0].layer == 1
+    assert ranking[-1].layer == 2
+    assert asked.count(2) < len(EXAMPLES) < asked.count(1) == 4 * len(EXAMPLES)
+
+
+def test_equal_layers_are_never_stopped() -> None:
+    ranking = race(lambda layer, _: 5, 3, EXAMPLES)
+    assert [one.num_responses for one in ranking] == [len(EXAMPLES)] * 3
+    assert [one.layer for one in ranking] == [0, 1, 2]
+
+
+def test_a_layer_that_does_nothing_goes_first(network: IndependentNetwork, target: Target) -> None:
+    idle = tiny_independent_network(target, block_size=4, num_layers=3)
+    idle.stack()[1].self_attn.o_proj.weight.data.zero_()
+    idle.stack()[1].self_attn.o_proj.bias.data.zero_()
+    idle.stack()[1].mlp.down_proj.weight.data.zero_()
+    assert rank_layers(idle, "cosine", EXAMPLES, budget=0)[0].layer == 1
+    assert rank_layers(idle, "last", [], budget=0)[0].layer == 2
+    orders = {
+        tuple(one.layer for one in rank_layers(idle, "random", [], budget=0, seed=seed))
+        for seed in range(20)
+    }
+    assert len(orders) > 3
+    with pytest.raises(ValueError, match="order must be one of"):
+        rank_layers(idle, "best", EXAMPLES, budget=0)
+
+
+# ---- the loop -----------------------------------------------------------------------------
+
+RECOVERY = TrainConfig(
+    max_steps=2, warmup_steps=1, blocks=8, blocks_per_response=4, head_negatives=8,
+    loss=LossConfig(autoregressive=1.0),
+)  # fmt: skip
+
+
+def settings(**changes: object) -> PruneConfig:
+    return PruneConfig(
+        **{"recovery": RECOVERY, "held_out_percent": 40.0, "context_len": 16, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def drafter(network: IndependentNetwork, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter") / "draft"
+    return save_independent(folder, network.config, network.state_dict())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_depth_is_recorded_and_loads(
+    drafter: Path, target: Target, tmp_path: Path, order: str
+) -> None:
+    table = prune_drafter(drafter, target, ROWS, tmp_path, settings(order=order))
+    assert [one.depth for one in table.stages] == [3, 2, 1]
+    for before, after in zip(table.stages, table.stages[1:], strict=False):
+        assert set(before.layers) - set(after.layers) == {after.removed}
+        assert load_independent(after.folder).config.layers == after.layers
+        assert after.draft_s > 0
+        assert after.tau >= 1
+    assert best_stage(table).speedup == max(one.speedup for one in table.stages)
+
+
+def test_without_recovery_the_weights_stay(drafter: Path, target: Target, tmp_path: Path) -> None:
+    table = prune_drafter(
+        drafter, target, ROWS, tmp_path, settings(order="last", recovery=None, min_depth=2)
+    )
+    last = table.stages[-1]
+    assert last.layers == (0, 1)
+    assert last.tau == last.tau_without
+    kept = load_independent(last.folder).state_dict()
+    whole = load_independent(drafter).state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in kept.items())
+
+
+def test_an_interrupted_run_continues(
+    drafter: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prune_drafter(drafter, target, ROWS, tmp_path / "whole", settings())
+    prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings(min_depth=2))
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("draftwood.train.prune._Run._add", fails)
+        with pytest.raises(KeyboardInterrupt):
+            prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings())
+    # recovered already: nothing is chosen or trained again
+    monkeypatch.setattr("draftwood.train.prune.rank_layers", fails)
+    monkeypatch.setattr("draftwood.train.trainer.Trainer.step", fails)
+    parts = prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings())
+    assert [(s.layers, s.tau) for s in parts.stages] == [(s.layers, s.tau) for s in whole.stages]
+    with pytest.raises(ValueError, match="other settings \\(margin\\)"):
+        prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings(margin=0.5))
+
+
+def test_targets_end_the_run(drafter: Path, target: Target, tmp_path: Path) -> None:
+    kept = prune_drafter(drafter, target, ROWS, tmp_path / "a", settings(speedup=1e-9))
+    assert len(kept.stages) == 1
+    table = prune_drafter(
+        drafter, target, ROWS, tmp_path / "b", settings(keep_tau=1.0, recovery=None)
+    )
+    assert all(one.tau >= table.stages[0].tau for one in table.stages[:-1])
+    assert table.stages[-1].depth == 1 or table.stages[-1].tau < table.stages[0].tau
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_tiny_folder(tmp_path / "target")
+    file = prompts(tmp_path / "sums.jsonl", 16)
+    where = ("--target", tmp_path / "target")
+    passes("data", *where, "--jsonl", file, "--out", tmp_path / "r", "-n", 12)
+    where = (*where, "--data", tmp_path / "r", "--held-out", 30)
+    small = ("--head-negatives", 8, "--blocks", 8, "--anchors", 4, "--warmup-steps", 1)
+    passes(
+        "train", *where, *small, "--out", tmp_path / "run", "--kind", "independent",
+        "--layers", "0,1,-1", "--block-size", 4, "--mask-token", 200, "--max-steps", 1, "--borrow",
+    )  # fmt: skip
+    result = passes(
+        "prune", *where, *small, "--drafter", tmp_path / "run" / "draft", "--out", tmp_path / "p",
+        "--depth", 2, "--steps", 1, "--budget", 8,
+    )  # fmt: skip
+    best = Path(result.stdout.strip().splitlines()[-1])
+    assert load_independent(best).config.borrows
+    rows = list(csv.DictReader((tmp_path / "p" / "prune.csv").open()))
+    assert [row["depth"] for row in rows] == ["3", "2"]
+    assert len(json.loads((tmp_path / "p" / "prune.json").read_text())["stages"]) == 2
