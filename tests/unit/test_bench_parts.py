@@ -1,0 +1,232 @@
+"""The parts of the benchmark that need no model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.bench import statistics
+from draftwood.bench.methods import parse_method
+from draftwood.bench.plan import Plan, choose, in_turn
+from draftwood.bench.repetition import MIN_TOKENS, is_repetitive, longest_loop
+from draftwood.bench.store import FILE, Store
+from draftwood.bench.workloads import (
+    PAPER_SETS,
+    SETS,
+    Task,
+    Workload,
+    hub_workload,
+    local_workloads,
+)
+
+# ---- repetition ---------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 1000), max_size=60, unique=True),
+    st.lists(st.integers(2000, 3000), min_size=1, max_size=20, unique=True),
+    st.integers(3, 8),
+    st.integers(0, 30),
+)
+def test_a_loop_is_found_where_it_is(
+    before: list[int], span: list[int], times: int, num_after: int
+) -> None:
+    after = list(range(5000, 5000 + num_after))
+    ids = [*before, *span * times, *after]
+    length = len(span) * times
+    if length < MIN_TOKENS:
+        assert longest_loop(ids) == (0, 0)
+        assert not is_repetitive(ids)
+        return
+    assert longest_loop(ids) == (len(before) + length, length)
+    assert is_repetitive(ids) == (not after or 3 * length >= len(ids))
+
+
+def test_lists_and_short_outputs_are_no_loops() -> None:
+    assert not is_repetitive([])
+    assert not is_repetitive([7] * (MIN_TOKENS - 1))
+    rows = [token for number in range(12) for token in (1, 2, 100 + number, 3)]
+    assert not is_repetitive(rows)  # an enumeration: each row differs
+
+
+def test_a_loop_at_the_end_counts_before_a_longer_one() -> None:
+    ids = [*[1, 2] * 30, *range(100, 400), *[9] * MIN_TOKENS]
+    assert longest_loop(ids) == (len(ids), MIN_TOKENS)
+    assert is_repetitive(ids)
+
+
+# ---- statistics ---------------------------------------------------------------------------
+
+
+def test_interval_covers_and_is_the_same_every_time() -> None:
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(100):
+        one = statistics.mean(rng.normal(3.0, 1.0, 40).tolist())
+        inside += one.low <= 3.0 <= one.high
+    assert 85 <= inside <= 100
+    assert statistics.mean([1.0, 2.0, 4.0]) == statistics.mean([1.0, 2.0, 4.0])
+
+
+def test_pairs_cancel_what_they_share() -> None:
+    """The prompt decides the speed; the ratio of paired prompts hardly varies."""
+    rng = np.random.default_rng(1)
+    plain = rng.lognormal(0.0, 1.0, 30)
+    fast = plain / 2 * rng.uniform(0.97, 1.03, 30)
+    paired = statistics.ratio(plain.tolist(), fast.tolist())
+    assert paired.value == pytest.approx(plain.sum() / fast.sum())
+    assert paired.low > 1.95
+    assert paired.high < 2.05
+    shuffled = statistics.ratio(plain.tolist(), rng.permutation(fast).tolist())
+    assert shuffled.high - shuffled.low > 3 * (paired.high - paired.low)
+
+
+def test_groups_count_alike_whatever_their_size() -> None:
+    assert statistics.mean_of_groups([[1.0] * 9, [3.0]]).value == 2.0
+    both = statistics.ratio_of_groups([([2.0], [1.0]), ([8.0, 8.0], [2.0, 2.0])])
+    assert both.value == 3.0
+    assert statistics.mean_of_groups([]).num == 0
+
+
+# ---- workloads ----------------------------------------------------------------------------
+
+
+def test_local_prompts_in_every_form(tmp_path: Path) -> None:
+    rows = [
+        {"turns": ["a", "b"]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+                      {"role": "assistant", "content": "x"}, {"role": "user", "content": "v"}]},
+    ]  # fmt: skip
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    (one,) = local_workloads(tmp_path)
+    assert one == local_workloads(file)[0]
+    assert one.name == "mine"
+    assert one.tasks == (Task(0, ("a", "b")), Task(1, ("u", "v"), "s"))
+
+
+@pytest.mark.parametrize("line", ['{"text": "x"}', "[1]", "{", '{"turns": []}', '{"turns": [1]}'])
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"turns": ["a"]}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*mine\.jsonl"):
+        local_workloads(file)
+
+
+def test_no_prompts_and_unknown_sets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSONL"):
+        local_workloads(tmp_path)
+    with pytest.raises(ValueError, match="gsm8k"):
+        hub_workload("gsm9k")
+
+
+def test_the_papers_templates() -> None:
+    assert set(PAPER_SETS) <= set(SETS)
+    row = {"question": "1+1?"}
+    (gsm8k,) = SETS["gsm8k"].turns(row)
+    assert gsm8k == (
+        "1+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
+    (code,) = SETS["humaneval"].turns({"prompt": "def f():"})
+    assert code.endswith("```python\ndef f():\n```")
+    assert SETS["alpaca"].turns({"instruction": "i", "input": ""}) == ["i"]
+    assert SETS["alpaca"].turns({"instruction": "i", "input": "x"}) == ["i\n\nInput:\nx"]
+    (bare,) = SETS["livecodebench"].turns({"question_content": "q", "starter_code": ""})
+    assert "Write your code in the following format:\n```python\n# YOUR CODE HERE\n```" in bare
+    (given_code,) = SETS["livecodebench"].turns({"question_content": "q", "starter_code": "S"})
+    assert "Use the following code structure:\n```python\nS\n```" in given_code
+    assert SETS["mt-bench"].turns({"prompt": ["a", "b"]}) == ["a", "b"]
+
+
+# ---- plan ---------------------------------------------------------------------------------
+
+
+def _workload(name: str, count: int, num_turns: int = 1) -> Workload:
+    return Workload(name, tuple(Task(i, (f"{name} {i}",) * num_turns) for i in range(count)))
+
+
+def test_more_prompts_are_the_same_and_more() -> None:
+    few, many = (
+        choose([_workload("a", 50)], count, 3, lambda task: task.index % 2 == 0)["a"]
+        for count in (5, 9)
+    )
+    assert many[:5] == few
+    assert len(set(many)) == 9
+    assert all(task.index % 2 == 0 for task in many)
+    assert few != choose([_workload("a", 50)], 5, 4, lambda task: True)["a"]
+    with pytest.raises(ValueError, match="room"):
+        choose([_workload("a", 5)], 5, 0, lambda task: False)
+    with pytest.raises(ValueError, match="two sets"):
+        choose([_workload("a", 5), _workload("a", 5)], 5, 0, lambda task: True)
+
+
+def test_units_have_distinct_keys_and_come_in_turns() -> None:
+    chosen = {"a": list(_workload("a", 3, 2).tasks), "b": list(_workload("b", 2).tasks)}
+    plan = Plan(chosen, (0.0, 1.0), (1, 2, 4), 2)
+    units = list(plan.units())
+    method = parse_method("auto")
+    assert len({unit.key(method) for unit in units}) == len(units)
+    assert [u.set_name for u in units[:6]] == ["a", "a", "a", "a", "b", "b"]
+    assert all(u.turn == 0 for u in units if u.concurrency > 1)
+    fours = [u for u in units if (u.set_name, u.concurrency, u.temperature) == ("b", 4, 0.0)]
+    assert [t.index for t in fours[0].tasks] == [0, 1, 0, 1]
+    seeds = [fours[0].seed(place, 0) for place in range(4)]
+    assert len(set(seeds)) == 4  # the same prompt twice is two draws
+    assert seeds == [fours[1].seed(place, 0) for place in range(4)]  # repetitions draw the same
+
+
+def test_no_method_is_always_first_or_after_the_same() -> None:
+    methods = [parse_method(name) for name in ("ar", "chain", "auto")]
+    orders = [tuple(m.name for m in in_turn(methods, number)) for number in range(6)]
+    assert len(set(orders)) == 6
+    for place in range(3):
+        assert {order[place] for order in orders} == {"ar", "chain", "auto"}
+
+
+def test_methods_by_name() -> None:
+    assert parse_method("tree:32").budget == "32"
+    assert parse_method("lookup:chain").drafter == "lookup"
+    assert parse_method("lookup").budget == "auto"
+    for wrong in ("", "tree", "tree:", "tree:x", "auto:3", "fast"):
+        with pytest.raises(ValueError, match=r"method|budget"):
+            parse_method(wrong)
+
+
+# ---- store --------------------------------------------------------------------------------
+
+
+def test_a_torn_line_is_removed_and_all_others_stay(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.begin({}, {"target": "t"})
+        for number in range(3):
+            store.add({"key": f"k{number}", "value": number})
+        store.add_check({"key": "k0", "findings": []})
+    whole = (tmp_path / FILE).read_bytes()
+    for cut in random.Random(0).sample(range(len(whole)), 25):
+        (tmp_path / FILE).write_bytes(whole[:cut])
+        with Store(tmp_path) as store:
+            complete = whole[:cut].count(b"\n")
+            assert len(store.lines) == complete
+            store.begin({}, {"target": "t"})
+            store.add({"key": "new"})
+        with Store(tmp_path) as store:
+            assert len(store.lines) == complete + 2
+
+
+def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.begin({}, {"target": "t", "seed": 0})
+    with Store(tmp_path) as store, pytest.raises(ValueError, match="seed 0, now it is 1"):
+        store.begin({}, {"target": "t", "seed": 1})
+    (tmp_path / FILE).write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1"):
+        Store(tmp_path)
+    (tmp_path / FILE).write_text("nothing\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1"):
+        Store(tmp_path)
