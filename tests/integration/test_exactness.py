@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from draftwood.ahead.channel import InThread
+from draftwood.ahead.drafter import AheadDrafter
+from draftwood.ahead.planner import AheadOptions
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.engine import Engine
 from draftwood.records import CycleRecord, Output
@@ -28,7 +32,7 @@ from draftwood.tree.budget import BudgetPolicy, Chain, Fixed, Off, parse_budget
 from draftwood.tree.tree import DraftTree
 from oracle import NoisyOracleDrafter
 from tiny import FAMILIES, tiny_model
-from tiny_drafter import tiny_draft_network
+from tiny_drafter import tiny_draft_network, tiny_independent_network
 
 VOCAB = 97
 NUM_NEW = 28
@@ -72,11 +76,18 @@ def reference(family: str, setting: str) -> list[list[int]]:
 
 def drafter_of(name: str, family: str, setting: str) -> Drafter:
     target = target_of(family)
+    if name.startswith("ahead "):
+        inner = InThread.of(drafter_of(name.removeprefix("ahead "), family, setting))
+        ahead = AheadDrafter(inner, AheadOptions(num_branches=6), vocab_size=VOCAB)
+        ahead.wait_ready()
+        return ahead
     if name == "oracle":
         future = dict(zip(map(tuple, PROMPTS), reference(family, setting), strict=True))
         return NoisyOracleDrafter(future)
     if name == "block_diffusion":
         return BlockDiffusionDrafter(tiny_draft_network(target), target)
+    if name == "independent":
+        return IndependentDrafter(tiny_independent_network(target), target)
     if name == "autoregressive":
         small = Target(tiny_model("llama", vocab=VOCAB, seed=1), probe=False)
         return AutoregressiveDrafter(small, target)
@@ -126,6 +137,18 @@ def test_autoregressive_decoding_equals_transformers(family: str) -> None:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_own(family: str, drafter: str, policy: str, setting: str) -> None:
+    check(family, drafter, policy, setting)
+
+
+# It reads nothing of the target: one family shows what all would.
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_independent_drafter_changes_nothing(policy: str, setting: str) -> None:
+    check("mistral", "independent", policy, setting)
+
+
+def check(family: str, drafter: str, policy: str, setting: str) -> None:
+    """The output is the reference, and the counts of the cycles are possible."""
     outputs = run(family, drafter, policy, setting)
     assert tokens(outputs) == reference(family, setting)
     for output in outputs:
