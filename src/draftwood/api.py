@@ -17,7 +17,7 @@ from draftwood.target.load import load_target
 from draftwood.target.measure import calibrated
 from draftwood.target.model import Target
 from draftwood.target.shape import model_shape
-from draftwood.tree.budget import BudgetPolicy, is_constant, parse_budget
+from draftwood.tree.budget import BudgetPolicy, Online, is_constant, parse_budget
 from draftwood.tree.latency import OnlineLatency
 from draftwood.tree.roofline import Roofline, fit_roofline
 
@@ -66,7 +66,13 @@ def load(
         options["surrogate"] = stored_surrogate(str(drafter), model) if by_name else Surrogate()
         if calibrate:
             options["latency"] = OnlineLatency(calibrated(model, proposer.taps))
-    policy = parse_budget(budget, lambda: fitted_roofline(model, proposer.taps))
+    policy = parse_budget(
+        budget,
+        {
+            "auto": lambda: Online(is_calibrated=calibrate),
+            "roofline": lambda: fitted_roofline(model, proposer.taps),
+        },
+    )
     if isinstance(proposer, AheadDrafter) and budget == "auto":
         policy = AheadBudget(proposer.planner)
     engine = Engine(model, proposer, policy, **{**options, **engine_options})

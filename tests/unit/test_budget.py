@@ -76,7 +76,7 @@ def test_auto_is_a_new_online_policy_each_time() -> None:
 def test_roofline_needs_a_target() -> None:
     with pytest.raises(ValueError, match=r"draftwood\.load"):
         parse_budget("roofline")
-    assert parse_budget(" Roofline", roofline=Off) == Off()
+    assert parse_budget(" Roofline", {"roofline": Off}) == Off()
     assert not is_constant("roofline")
 
 

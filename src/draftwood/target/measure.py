@@ -63,8 +63,9 @@ def measured(target: Target, taps: Sequence[int] = (), *, limit_s: float = LIMIT
     """
     context_len = min(CONTEXT_LEN, max(target.max_len // 2, 1)) if target.max_len else CONTEXT_LEN
     rng = np.random.default_rng(0)
+    context = rng.integers(0, target.vocab_size, context_len)
     cache = target.new_cache()
-    target.forward(DraftTree.chain(rng.integers(0, target.vocab_size, context_len)), [cache])
+    target.forward(DraftTree.chain(context.tolist()), [cache])
     cache.commit(np.arange(context_len))
     trees = {width: _bushy(rng.integers(0, target.vocab_size, width)) for width in _widths(target)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +79,15 @@ class Fixed:
 
 
 def parse_budget(
-    budget: str | int | BudgetPolicy, roofline: Callable[[], BudgetPolicy] | None = None
+    budget: str | int | BudgetPolicy, makers: Mapping[str, Callable[[], BudgetPolicy]] | None = None
 ) -> BudgetPolicy:
     """The policy a user means.
 
     Args:
         budget: ``"auto"`` (``Online``), ``"convex"`` (``ConvexGreedy``), ``"roofline"``,
             ``"chain"``, ``"off"``, a number of nodes, or a policy, which is returned as it is.
-        roofline: makes the policy for ``"roofline"``, which needs a measured target.
+        makers: how to make policies of these names, which know more of a target.
+            ``"roofline"`` has no other.
 
     Raises:
         ValueError: anything else, or ``"roofline"`` where there is no target to fit it to.
@@ -98,18 +99,16 @@ def parse_budget(
     if not isinstance(budget, str):
         return budget
     text = budget.strip().lower()
-    if text == "roofline":
-        if roofline is None:
-            raise ValueError(
-                "budget 'roofline' is fitted to a measured target; give it to draftwood.load, or "
-                "give a draftwood.tree.roofline.Roofline here"
-            )
-        return roofline()
     named: dict[str, Callable[[], BudgetPolicy]] = {
-        "auto": Online, "convex": ConvexGreedy, "chain": Chain, "off": Off
+        "auto": Online, "convex": ConvexGreedy, "chain": Chain, "off": Off, **(makers or {})
     }  # fmt: skip
     if text in named:
         return named[text]()
+    if text == "roofline":
+        raise ValueError(
+            "budget 'roofline' is fitted to a measured target; give it to draftwood.load, or "
+            "give a draftwood.tree.roofline.Roofline here"
+        )
     try:
         return Fixed(int(text))
     except ValueError as error:
@@ -125,4 +124,4 @@ def is_constant(budget: str | int | BudgetPolicy) -> bool:
     Raises:
         ValueError: as ``parse_budget``, but where there is no target yet.
     """
-    return isinstance(parse_budget(budget, roofline=Online), (Fixed, Chain, Off))
+    return isinstance(parse_budget(budget, {"roofline": Online}), (Fixed, Chain, Off))

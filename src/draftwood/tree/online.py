@@ -17,9 +17,11 @@ from draftwood.tree.trust import Trust
 _FEWEST_NODES = 16  # always asked for, so that the curve is seen to fall
 _YARDSTICK = 0.003  # of the gain over plain decoding may go into measuring plain cycles
 _LEAST_BETWEEN = 8  # drafted cycles between those
+_BETWEEN_IF_MEASURED = 32  # the first time, if plain cycles were measured before
 _HOPE = 0.15  # a band of widths not visited lately may be this much cheaper than predicted
 _EXPLORES = 0.5  # no exploring for a drafter whose promises come less true
 _FADE = 0.998  # per cycle, of visits
+_MEASURED = 5.0  # visits that a measurement before the first cycle is worth
 _NUM_BANDS = 40
 
 
@@ -35,6 +37,10 @@ class Online:
 
     Times are in units of a plain cycle, so that a change of the machine's speed changes nothing.
 
+    Args:
+        is_calibrated: the latency model starts from measured passes, so that there is less to
+            find out by decoding.
+
     Attributes:
         why: what decided the last budget: "speed" (the best predicted), "all" (every node the
             drafter offered) or "limit" (every node it was asked for), "explore" (a width not seen
@@ -43,16 +49,17 @@ class Online:
             drafter that never drafts).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_calibrated: bool = False) -> None:
         self.why = ""
         self._floor = Floor()
         self._trust = Trust()
         self._most_nodes = _FEWEST_NODES
         self._cost = 1.0
         self._explores = False
-        self._visits = np.zeros(_NUM_BANDS)  # of width bands, fading
-        self._since_plain = math.inf  # cycles
-        self._between_plain = _LEAST_BETWEEN / 2
+        # Of width bands, fading.
+        self._visits = np.full(_NUM_BANDS, _MEASURED if is_calibrated else 0.0)
+        self._since_plain = 0.0 if is_calibrated else math.inf  # cycles
+        self._between_plain = _BETWEEN_IF_MEASURED if is_calibrated else _LEAST_BETWEEN / 2
 
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         self._visits *= _FADE

@@ -1,0 +1,1 @@
+"""Recorded drafts, and what any budget policy would have made of them on any machine."""
