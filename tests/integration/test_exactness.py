@@ -147,7 +147,18 @@ def test_an_independent_drafter_changes_nothing(policy: str, setting: str) -> No
     check("mistral", "independent", policy, setting)
 
 
-def check(family: str, drafter: str, policy: str, setting: str) -> None:
+# Deep accepted paths on a family with sliding windows, and a packed pass over branches.
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", ["ahead oracle", "ahead independent"])
+def test_drafting_ahead_changes_nothing(drafter: str, policy: str, setting: str) -> None:
+    outputs = check("mistral", drafter, policy, setting)
+    cycles = [cycle.ahead for output in outputs for cycle in output.cycles if cycle.ahead]
+    assert (len(cycles) > 0) == (policy != "off")
+    assert all(cycle.source != "standby" for cycle in cycles)
+
+
+def check(family: str, drafter: str, policy: str, setting: str) -> list[Output]:
     """The output is the reference, and the counts of the cycles are possible."""
     outputs = run(family, drafter, policy, setting)
     assert tokens(outputs) == reference(family, setting)
@@ -155,6 +166,7 @@ def check(family: str, drafter: str, policy: str, setting: str) -> None:
         assert sum(cycle.num_committed for cycle in output.cycles) == NUM_NEW
         assert all(1 <= c.num_committed <= c.num_accepted + 1 for c in output.cycles)
         assert all(c.num_accepted <= c.num_drafted for c in output.cycles)
+    return outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

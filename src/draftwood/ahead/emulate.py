@@ -12,6 +12,8 @@ from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits
 from draftwood.draft.branches import BranchDraft
 from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
 
+_NODES = 64  # per branch, before any proposal says what is wanted
+
 
 @dataclass(frozen=True, eq=False)
 class EmulatedDraft(BranchDraft):
@@ -37,7 +39,7 @@ class EmulatedBranches:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._limits = DraftLimits(0)
+        self._limits = DraftLimits(_NODES)
 
     @property
     def horizon(self) -> int:

@@ -1,0 +1,529 @@
+"""Drafting ahead: the messages, the branches that come true, the worker and its faults."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.ahead.channel import Channel, Connect, InProcess, InThread
+from draftwood.ahead.drafter import AheadDrafter
+from draftwood.ahead.emulate import EmulatedBranches
+from draftwood.ahead.link import Link
+from draftwood.ahead.load import load_ahead
+from draftwood.ahead.messages import (
+    Ahead,
+    Draft,
+    Drafted,
+    Failed,
+    Inbox,
+    Observe,
+    Outbox,
+    Ready,
+    Reply,
+    Request,
+)
+from draftwood.ahead.outcomes import Outcomes, branch_tree
+from draftwood.ahead.pace import Pace
+from draftwood.ahead.planner import AheadOptions
+from draftwood.ahead.policy import AheadBudget
+from draftwood.ahead.proposal import narrowed, problem
+from draftwood.ahead.worker import Desk
+from draftwood.draft.autoregressive import AutoregressiveDrafter
+from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits
+from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+from draftwood.draft.independent import IndependentDrafter
+from draftwood.draft.lookup import LookupDrafter
+from draftwood.engine import Engine
+from draftwood.errors import DraftwoodError
+from draftwood.records import Output
+from draftwood.sampling import Sampler, SamplingParams
+from draftwood.target.model import Target
+from draftwood.tree.budget import BudgetPolicy, Chain, Fixed
+from draftwood.tree.enumerate import top_prefixes
+from draftwood.tree.tree import DraftTree, ScoredPrefixes
+from faulty import Fault, Faulty, Lossy
+from tiny import tiny_model
+from tiny_drafter import tiny_draft_network, tiny_independent_network
+
+VOCAB = 61
+NUM_NEW = 20
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 9, 5, 6], [9, 8, 7, 20, 31, 4, 4, 4], [3]]
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
+SAMPLED = SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, seed=3)
+OPTIONS = AheadOptions(num_branches=6, timeout_s=20.0)
+LIMITS = DraftLimits(24)
+
+
+@functools.cache
+def target() -> Target:
+    return Target(tiny_model("llama", vocab=VOCAB), probe=False)
+
+
+@functools.cache
+def _reference(seed: int | None) -> list[list[int]]:
+    params = GREEDY if seed is None else replace(SAMPLED, seed=seed)
+    return [Engine(target()).generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+
+
+def reference(params: SamplingParams = GREEDY) -> list[list[int]]:
+    """The target's own output for ``GREEDY``, or for ``SAMPLED`` with another seed."""
+    return _reference(params.seed if params.temperature > 0 else None)
+
+
+def future(params: SamplingParams = GREEDY) -> dict[tuple[int, ...], list[int]]:
+    return dict(zip(map(tuple, PROMPTS), reference(params), strict=True))
+
+
+def run(
+    drafter: Drafter, params: SamplingParams = GREEDY, policy: BudgetPolicy | None = None
+) -> list[Output]:
+    engine = Engine(target(), drafter, policy or Fixed(3), prefill_chunk_len=5)
+    return engine.generate(PROMPTS, params)
+
+
+def sources(outputs: list[Output]) -> Counter[str]:
+    return Counter(c.ahead.source for o in outputs for c in o.cycles if c.ahead is not None)
+
+
+def tokens(outputs: list[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def independent() -> IndependentDrafter:
+    return IndependentDrafter(tiny_independent_network(target()), target())
+
+
+# ---- what comes true ----------------------------------------------------------------------------
+
+
+def emulated_model() -> Drafter:
+    small = Target(tiny_model("llama", vocab=VOCAB, seed=1), probe=False)
+    return AutoregressiveDrafter(small, target(), num_passes=2, expand_per_pass=2)
+
+
+@pytest.mark.parametrize("make", [independent, LookupDrafter, emulated_model])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_hit_is_what_would_have_been_drafted(
+    make: Callable[[], Drafter], params: SamplingParams
+) -> None:
+    """A branch that foresaw what then happened equals a fresh drafter's proposal."""
+    before, path, bonus = [3, 9, 4, 3, 9, 5, 3, 9], [4, 3], 9
+
+    def context(token_ids: list[int]) -> DraftContext:
+        sampler = Sampler(params, token_ids[:4], vocab_size=VOCAB)
+        sampler.commit(token_ids[4:])
+        return DraftContext(0, token_ids, 4, 30, sampler)
+
+    outbox, desk = Outbox(), Desk(make())
+    told = Committed(0, 0, before[:-1], None, [], 0)
+    desk.handle(Observe((told,)))
+    desk.handle(Draft(0, outbox.updates([context(before)]), LIMITS, 99, allow_soft=False))
+    tree = DraftTree.chain([before[-1], *path])
+    outcomes = Outcomes(
+        np.zeros(2, np.int64), np.array([1, 2]), np.array([7, bonus]), np.array([0.3, 0.6]),
+        np.array([1, 2]),
+    )  # fmt: skip
+    wide, anchors = branch_tree(tree, outcomes)
+    desk.handle(Ahead(outbox.updates([context(before)]), wide, anchors, None))
+    record = Committed(0, len(before) - 1, [before[-1], *path], None, [], 2)
+    desk.handle(Observe((record,)))
+    after = context([*before, *path, bonus])
+    reply = desk.handle(Draft(1, outbox.updates([after]), LIMITS, 99, allow_soft=False))
+    assert isinstance(reply, Drafted)
+    assert reply.sources == ("hit",)
+    assert reply.draft_s is None
+
+    fresh = make()
+    fresh.observe([Committed(0, 0, after.token_ids[:-1], None, [], 0)])
+    wanted = fresh.propose([after], LIMITS)
+    assert reply.scored.counts.tolist() == wanted.counts.tolist()
+    assert reply.scored.token_ids.tolist() == wanted.token_ids.tolist()
+    np.testing.assert_allclose(reply.scored.log_probs, wanted.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", [Chain, lambda: Fixed(3), lambda: Fixed(24)])
+def test_the_output_is_the_targets_own(
+    params: SamplingParams, policy: Callable[[], BudgetPolicy]
+) -> None:
+    drafter = AheadDrafter(InThread.of(Faulty(future(params))()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    outputs = run(drafter, params, policy())
+    assert tokens(outputs) == reference(params)
+    assert drafter.counters == {"starts": 1}
+    assert sources(outputs)["hit"] + sources(outputs)["miss"] == sum(o.num_cycles for o in outputs)
+
+
+def test_branches_come_true_as_often_as_predicted() -> None:
+    """The oracle's probabilities are right, so the predicted hit rate is the observed one."""
+    hits, predicted, spread = 0, 0.0, 0.0
+    for seed in range(4):
+        params = replace(SAMPLED, seed=seed)
+        drafter = AheadDrafter(InThread.of(Faulty(future(params))()), OPTIONS, vocab_size=VOCAB)
+        drafter.wait_ready()
+        for output in run(drafter, params):
+            probs = [c.ahead.hit_prob for c in output.cycles[:-1] if c.ahead is not None]
+            predicted += sum(probs)
+            spread += sum(p * (1 - p) for p in probs)
+            hits += [c.ahead.source for c in output.cycles if c.ahead].count("hit")
+    assert predicted > 10
+    assert abs(hits - predicted) < 4 * spread**0.5
+
+
+def test_an_independent_drafter_hits_and_uses_open_branches() -> None:
+    drafter = AheadDrafter(InThread.of(independent()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    outputs = run(drafter)
+    assert tokens(outputs) == reference()
+    assert drafter.counters == {"starts": 1}
+    assert sources(outputs)["hit"] + sources(outputs)["soft"] > 0
+
+
+def test_the_budget_policy_reports_nodes_branches_and_hits() -> None:
+    drafter = AheadDrafter(InThread.of(Faulty(future())()), AheadOptions(), vocab_size=VOCAB)
+    drafter.wait_ready()
+    policy = AheadBudget(drafter.planner)
+    assert tokens(run(drafter, policy=policy)) == reference()
+    assert all(name in policy.why for name in ("n=", "M=", "h="))
+
+
+def test_without_room_for_more_tokens_nothing_is_drafted_ahead() -> None:
+    drafter = AheadDrafter(InThread.of(Faulty(future())()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    outputs = run(drafter, SamplingParams(max_new_tokens=1))
+    assert all(c.ahead is None or c.ahead.num_branches == 0 for o in outputs for c in o.cycles)
+
+
+def test_a_chat_that_goes_back_drafts_on() -> None:
+    drafter = AheadDrafter(InThread.of(independent()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    engine, plain = Engine(target(), drafter, Fixed(6)), Engine(target())
+    for cut in (0, 3):
+        done = []
+        for one in (engine, plain):
+            seq_id = one.add(PROMPTS[0], GREEDY, keep=True)
+            first = _finish(one, seq_id).token_ids
+            again = one.add([*PROMPTS[0], *first[: len(first) - cut], 11], GREEDY, resume=seq_id)
+            done.append(_finish(one, again).token_ids)
+        assert done[0] == done[1]
+    assert drafter.counters == {"starts": 1}
+
+
+def _finish(engine: Engine, seq_id: int) -> Output:
+    while True:
+        for event in engine.step():
+            if event.seq_id == seq_id and event.output is not None:
+                return event.output
+
+
+def test_a_drafter_that_reads_the_target_is_refused_with_the_reason() -> None:
+    drafter = BlockDiffusionDrafter(tiny_draft_network(target()), target())
+    with pytest.raises(ValueError, match="not verified yet"):
+        load_ahead(drafter, target())
+    with pytest.raises(ValueError, match="not verified yet"):
+        AheadDrafter(InThread.of(drafter)).wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "why"),
+    [
+        ("lookup", "nowhere", "thread"),
+        ("none", "thread", "never drafts"),
+        ("lookup", "process:x", "cores"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(spec: str, where: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        load_ahead(spec, target(), where)
+
+
+def test_an_object_cannot_move_to_a_process() -> None:
+    with pytest.raises(ValueError, match="give its name"):
+        load_ahead(LookupDrafter(), target(), "process")
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+THREAD_EFFECTS = ("raise", "hang")
+PROCESS_EFFECTS = ("hang", "exit")  # an exception is handled by the same code as in a thread
+STAGES = ("start", "branch", "propose", "adopt", "observe", "release")
+
+
+def in_thread(fault: Fault | None) -> Connect:
+    return InThread(Faulty(future(), fault))
+
+
+def in_process(fault: Fault | None) -> Connect:
+    return InProcess(Faulty(future(), fault), num_threads=1, method="forkserver")
+
+
+def link_of(connect: Connect, fault: Fault | None) -> Link:
+    is_slow = fault is not None and fault.stage == "start" and fault.effect == "hang"
+    return Link(connect, start_timeout_s=0.2 if is_slow else 60.0, backoff_s=0.0)
+
+
+def check_faulty(connect: Connect, fault: Fault) -> AheadDrafter:
+    """Two generations, one after the other, are right whatever happens; returns what was used."""
+    link = link_of(connect, fault)
+    if fault.stage != "start":
+        link.wait_ready()
+    options = AheadOptions(num_branches=6, timeout_s=0.4 if fault.effect == "hang" else 30.0)
+    drafter = AheadDrafter(link, options, vocab_size=VOCAB)
+    engine = Engine(target(), drafter, Fixed(3), prefill_chunk_len=5)
+    for _ in range(2):
+        assert tokens(engine.generate(PROMPTS, GREEDY)) == reference()
+        _wait_for(lambda: link.is_up() or (fault.stage == "start" and failures(drafter) > 0))
+    drafter.close()
+    return drafter
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def failures(drafter: AheadDrafter) -> int:
+    kinds = ("crash", "timeout", "garbage", "slow_start")
+    return sum(drafter.counters[kind] for kind in kinds)
+
+
+@pytest.mark.parametrize("effect", THREAD_EFFECTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_faults_of_a_thread_cost_no_token(stage: str, effect: str) -> None:
+    fault = Fault(stage, effect)
+    drafter = check_faulty(in_thread(fault), fault)
+    assert failures(drafter) >= 1
+    assert drafter.counters["starts"] >= 2
+
+
+@pytest.mark.parametrize("effect", PROCESS_EFFECTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_faults_of_a_process_cost_no_token(stage: str, effect: str) -> None:
+    fault = Fault(stage, effect)
+    drafter = check_faulty(in_process(fault), fault)
+    assert failures(drafter) >= 1
+
+
+@pytest.mark.parametrize("connect", [in_thread, in_process])
+@pytest.mark.parametrize("stage", ["propose", "adopt"])
+def test_garbage_is_noticed(connect: Callable[[Fault | None], Connect], stage: str) -> None:
+    fault = Fault(stage, "garbage")
+    assert check_faulty(connect(fault), fault).counters["garbage"] >= 1
+
+
+@pytest.mark.parametrize("what", ["lost", "twice", "spoiled", "gone"])
+@pytest.mark.parametrize("connect", [in_thread, in_process])
+def test_trouble_on_the_way_costs_no_token(
+    connect: Callable[[Fault | None], Connect], what: str
+) -> None:
+    lossy = Lossy(connect(None), {3: what, 5: what})
+    drafter = check_faulty(lossy, Fault("way", what))
+    kind = {"lost": "timeout", "twice": "stale", "spoiled": "garbage", "gone": "timeout"}[what]
+    assert drafter.counters[kind] >= 1
+
+
+@given(st.dictionaries(st.integers(1, 12), st.sampled_from(["lost", "twice", "spoiled", "gone"])))
+@settings(max_examples=8, deadline=None)
+def test_any_sequence_of_trouble_costs_no_token(plan: dict[int, str]) -> None:
+    drafter = AheadDrafter(
+        Link(Lossy(in_thread(None), plan), backoff_s=0.0), OPTIONS, vocab_size=VOCAB
+    )
+    assert tokens(run(drafter)) == reference()
+    drafter.close()
+
+
+def test_a_drafter_that_failed_is_used_again_from_nothing() -> None:
+    """The same object: the sequences it knew are dropped, and it is told all of them anew."""
+    real = Faulty(future(), Fault("propose", "raise", call=3))()
+    link = Link(InThread.of(real), backoff_s=0.0)
+    link.wait_ready()
+    drafter = AheadDrafter(link, OPTIONS, vocab_size=VOCAB)
+    engine = Engine(target(), drafter, Fixed(3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    _wait_for(link.is_up)
+    outputs += engine.generate(PROMPTS, GREEDY)
+    assert tokens(outputs) == [*reference(), *reference()]
+    assert drafter.counters == {"starts": 2, "crash": 1}
+    assert {"standby", "hit", "miss"} <= set(sources(outputs))
+
+
+# ---- the link -----------------------------------------------------------------------------------
+
+
+class FakeChannel:
+    """Replies that are given beforehand."""
+
+    def __init__(self, *replies: Reply | None) -> None:
+        self.replies = list(replies)
+        self.is_closed = False
+
+    def send(self, request: Request) -> None:
+        pass
+
+    def receive(self, timeout_s: float) -> Reply | None:
+        return self.replies.pop(0) if self.replies else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+READY = Ready((), 8, False)
+
+
+def test_restarts_wait_twice_as_long_every_time() -> None:
+    now, starts = 0.0, []
+
+    def connect() -> Channel:
+        starts.append(now)
+        return FakeChannel(Failed("no"))
+
+    link = Link(connect, backoff_s=1.0, clock=lambda: now)
+    while now < 40.0:
+        link.is_up()
+        now += 0.25
+    gaps = np.diff(starts)
+    assert (np.diff(gaps) > 0).all()
+    assert gaps[2] == pytest.approx(2 * gaps[1], abs=0.5)
+    assert link.counters["crash"] == len(starts)
+
+
+def test_a_worker_that_is_never_ready_is_given_up() -> None:
+    now = 0.0
+    channels = [FakeChannel(None, None, None), FakeChannel(READY)]
+    waiting = iter(channels)
+    link = Link(lambda: next(waiting), start_timeout_s=5.0, clock=lambda: now)
+    assert not link.is_up()
+    now = 6.0
+    assert not link.is_up()
+    assert link.counters["slow_start"] == 1
+    assert channels[0].is_closed
+    now = 60.0
+    assert link.is_up()
+
+
+def test_waiting_for_a_worker_that_fails_says_why() -> None:
+    link = Link(lambda: FakeChannel(Failed("no such file")))
+    with pytest.raises(DraftwoodError, match="no such file"):
+        link.wait_ready()
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def test_contexts_arrive_as_they_are() -> None:
+    outbox, inbox = Outbox(), Inbox()
+    params = SamplingParams(temperature=0.7, seed=5, top_p=0.9)
+    sampler = Sampler(params, [1, 2, 3], vocab_size=VOCAB, sample_index=4)
+    token_ids = [1, 2, 3]
+    for news in ([], [7], [8, 9, 10]):
+        token_ids.extend(news)
+        sampler.commit(news)
+        context = DraftContext(5, token_ids, 3, 20 - len(token_ids), sampler)
+        (update,) = outbox.updates([context])
+        (copy,) = inbox.contexts([update])
+        assert len(update.token_ids) == (len(news) or 3)
+        assert (list(copy.token_ids), copy.prompt_len, copy.max_depth) == (
+            token_ids, 3, context.max_depth,
+        )  # fmt: skip
+        assert copy.token_ids is not token_ids
+        assert copy.sampler.num_output == sampler.num_output
+        assert copy.sampler.noise is not None
+        assert copy.sampler.noise.sample_index == 4
+        assert copy.sampler.params == params
+
+
+def some_scores(seed: int = 0, num_seqs: int = 2) -> ScoredPrefixes:
+    rng = np.random.default_rng(seed)
+    return top_prefixes(np.log(rng.dirichlet(np.full(9, 0.4), (num_seqs, 4))), 50)
+
+
+@given(st.integers(0, 30), st.integers(1, 60), st.one_of(st.none(), st.integers(1, 4)))
+@settings(max_examples=40, deadline=None)
+def test_narrowing_gives_what_the_limits_ask_for(seed: int, most: int, width: int | None) -> None:
+    scored = some_scores(seed)
+    cut = narrowed(scored, DraftLimits(most, width))
+    contexts = [None, None]
+    reply = Drafted(0, cut, ("miss", "miss"), None, None)
+    assert problem(reply, contexts, 9) is None  # type: ignore[arg-type]
+    for s in range(2):
+        parents = cut.parents[s, : cut.counts[s]].tolist()
+        assert len(parents) <= most
+        if width is not None:
+            assert max(Counter(parents).values(), default=0) <= width
+    if width == 1:
+        assert (cut.depths[0, : cut.counts[0]] == np.arange(1, cut.counts[0] + 1)).all()
+    if width is None:
+        assert cut.log_probs[0].tolist() == scored.log_probs[0, :most].tolist()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"token_ids": np.full((2, 50), 9)},
+        {"token_ids": np.full((2, 50), -1)},
+        {"parents": np.full((2, 50), 49)},
+        {"depths": np.full((2, 50), 1)},
+        {"log_probs": np.full((2, 50), np.nan)},
+        {"log_probs": np.full((2, 50), 0.5)},
+        {"counts": np.array([51, 0])},
+        {"counts": np.array([3])},
+        {"token_ids": np.zeros((2, 3), dtype=np.int64)},
+        {"token_ids": None},
+    ],
+)
+def test_a_malformed_proposal_is_named(spoil: dict) -> None:
+    fields = {**some_scores().__dict__, **spoil}
+    reply = Drafted(0, ScoredPrefixes(**fields), ("miss", "miss"), None, None)
+    assert problem(reply, [None, None], 9) is not None  # type: ignore[list-item]
+
+
+def test_as_many_branches_as_fit_the_window() -> None:
+    pace = Pace(max_branches=32)
+    assert pace.num_branches() > 0
+    for branches in (2, 4, 8, 16, 32, 8, 16, 32):
+        pace.observe_ahead(branches, 0.002 + 0.001 * branches)
+    for _ in range(5):
+        pace.observe_window(0.020)
+    assert pace.num_branches() == 16  # 2 ms + 16 · 1 ms ≤ 90 % of 20 ms
+    assert pace.num_branches(1.0) == 32
+    assert pace.num_branches(0.0) == 1
+
+
+def test_open_branches_are_used_where_they_pay() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.observe_draft(0.010)
+        pace.observe_tokens("soft", 2)
+        pace.observe_tokens("miss", 4)
+    assert not pace.takes_soft(rest_s=0.030)  # 2 in 30 ms against 4 in 40 ms
+    assert pace.takes_soft(rest_s=0.008)  # 2 in 8 ms against 4 in 18 ms
+
+
+def test_emulation_leaves_the_drafter_as_it_was() -> None:
+    """After branches the same tokens are reported, and learned from, as without them."""
+    plain, busy = LookupDrafter(), EmulatedBranches(LookupDrafter())
+    token_ids = [3, 9, 4, 3, 9, 5, 3, 9]
+    sampler = Sampler(GREEDY, token_ids[:4], vocab_size=VOCAB)
+    context = DraftContext(0, token_ids, 4, 30, sampler)
+    for drafter in (plain, busy):
+        drafter.observe([Committed(0, 0, token_ids[:-1], None, [], 0)])
+        drafter.propose([context], LIMITS)
+    tree = DraftTree.chain([9, 4, 3])
+    busy.draft_branches([context], tree, np.array([1, 2]))
+    after = [*token_ids, 4, 8]
+    proposals = []
+    for drafter in (plain, busy):
+        drafter.observe([Committed(0, 7, [9, 4], None, [4, 8], 2)])
+        proposals.append(
+            drafter.propose([DraftContext(0, after, 4, 30, sampler)], LIMITS).log_probs.tolist()
+        )
+    assert proposals[0] == proposals[1]
