@@ -168,7 +168,7 @@ def follow(scored: ScoredPrefixes, tokens: Sequence[int]) -> list[int]:
 def _padded(
     values: np.ndarray, scored: ScoredPrefixes, width: int, fill: float, dtype: type
 ) -> np.ndarray:
-    row = np.full(width, fill, dtype=dtype)
+    row: np.ndarray = np.full(width, fill, dtype=dtype)
     count = int(scored.counts[0])
     row[:count] = values[0, :count]
     return row

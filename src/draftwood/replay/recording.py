@@ -118,19 +118,16 @@ _DETAILS = ("target", "drafter", "name", "temperature", "max_nodes", "horizon", 
 
 
 def save_recording(path: str | Path, recording: Recording) -> None:
-    """Write a recording: compressed numpy arrays, about 0.5 KB per position at 256 nodes."""
+    """Write a recording: compressed numpy arrays, about 1 KB per position at 256 nodes."""
     texts = recording.texts
-    arrays = {
-        name: np.concatenate([getattr(text, name) for text in texts]) for name in _ARRAYS
-    }  # fmt: skip
     header = json.dumps({"format": FORMAT, **recording.details}).encode()
+    arrays: dict[str, Any] = {
+        "header": np.frombuffer(header, np.uint8),
+        "lengths": np.array([[text.prompt_len, len(text)] for text in texts], dtype=np.int64),
+        **{name: np.concatenate([getattr(text, name) for text in texts]) for name in _ARRAYS},
+    }
     buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        header=np.frombuffer(header, np.uint8),
-        lengths=np.array([[text.prompt_len, len(text)] for text in texts], dtype=np.int64),
-        **arrays,
-    )
+    np.savez_compressed(buffer, **arrays)
     Path(path).write_bytes(buffer.getvalue())
 
 
