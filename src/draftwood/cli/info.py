@@ -126,9 +126,13 @@ def _config(name: str) -> PretrainedConfig:
 
 
 def drafter_facts(name: str) -> Facts:
-    """Facts of a DFlash checkpoint, which is loaded to see that it is whole."""
+    """Facts of a drafter folder, which is loaded to see that it is whole."""
     from draftwood.draft.checkpoint import load_draft
+    from draftwood.draft.independent_config import is_independent
+    from draftwood.draft.load import read_config
 
+    if is_independent(read_config(name, None)):
+        return _independent_facts(name)
     config, network = load_draft(name)
     return {
         "block size": f"{config.block_size} (drafts {config.horizon} tokens)",
@@ -139,5 +143,22 @@ def drafter_facts(name: str) -> Facts:
         "mask token": str(config.mask_token_id),
         "embeddings": "own" if config.own_embeddings else "the target's",
         "head": "own" if config.own_head else "the target's",
+        "parameters": f"{sum(weight.numel() for weight in network.parameters()) / 1e6:.1f} M",
+    }
+
+
+def _independent_facts(name: str) -> Facts:
+    from draftwood.draft.independent_checkpoint import load_independent
+
+    network = load_independent(name)
+    config = network.config
+    return {
+        "block size": f"{config.block_size} (drafts {config.horizon} tokens)",
+        "taps": "none: it reads tokens only",
+        "layers": f"{config.num_hidden_layers} (of its body: {' '.join(map(str, config.layers))})",
+        "hidden size": str(config.hidden_size),
+        "vocabulary": str(config.vocab_size),
+        "mask token": str(config.mask_token_id),
+        "embeddings and head": "the target's" if config.borrows else "own",
         "parameters": f"{sum(weight.numel() for weight in network.parameters()) / 1e6:.1f} M",
     }

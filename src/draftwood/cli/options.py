@@ -26,8 +26,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         "--drafter", "-d", rich_help_panel=MODEL,
-        help="'auto', 'lookup', 'none', or a hub id or folder: a DFlash drafter or a smaller "
-        "causal language model.",
+        help="'auto', 'lookup', 'none', or a hub id or folder: a DFlash or independent "
+        "drafter or a smaller causal language model.",
     ),
 ]  # fmt: skip
 Budget = Annotated[

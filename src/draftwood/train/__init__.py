@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from draftwood.train.evaluate import Acceptance as Acceptance
     from draftwood.train.features import FeatureStore as FeatureStore
     from draftwood.train.features import StoreSource as StoreSource
+    from draftwood.train.independent import IndependentRecipe as IndependentRecipe
+    from draftwood.train.independent import build_independent as build_independent
     from draftwood.train.loss import LossConfig as LossConfig
     from draftwood.train.measure import dry_run as dry_run
     from draftwood.train.measure import evaluate_drafter as evaluate_drafter
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from draftwood.train.prompts import hub_prompts as hub_prompts
     from draftwood.train.prompts import interleave as interleave
     from draftwood.train.prompts import read_prompts as read_prompts
+    from draftwood.train.prune import PruneConfig as PruneConfig
+    from draftwood.train.prune import prune_drafter as prune_drafter
     from draftwood.train.recipe import Recipe as Recipe
     from draftwood.train.recipe import build_drafter as build_drafter
     from draftwood.train.run import DataUse as DataUse
@@ -42,6 +46,8 @@ _HOME = {
     "Acceptance": "evaluate",
     "FeatureStore": "features",
     "StoreSource": "features",
+    "IndependentRecipe": "independent",
+    "build_independent": "independent",
     "LossConfig": "loss",
     "dry_run": "measure",
     "evaluate_drafter": "measure",
@@ -50,6 +56,8 @@ _HOME = {
     "hub_prompts": "prompts",
     "interleave": "prompts",
     "read_prompts": "prompts",
+    "PruneConfig": "prune",
+    "prune_drafter": "prune",
     "Recipe": "recipe",
     "build_drafter": "recipe",
     "DataUse": "run",

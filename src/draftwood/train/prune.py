@@ -239,8 +239,8 @@ class _Run:
     def _recover(self, pruned: IndependentNetwork, where: Path, recovery: TrainConfig) -> None:
         pruned.requires_grad_(True).train()
         objective = DistillObjective(pruned, self.teacher, recovery.loss, self.config.margin)
-        held = list(self._held[: self.config.num_validation])
-        Trainer(objective, TokenSource(self._train), lambda: held, where, recovery).run()
+        # nothing is evaluated by the trainer: what it saves is measured after
+        Trainer(objective, TokenSource(self._train), list, where, recovery).run()
 
     def _add(
         self, network: IndependentNetwork, removed: int | None, tau_without: float | None, at: str
