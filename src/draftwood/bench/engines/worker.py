@@ -59,7 +59,7 @@ class WorkerRunner:
         self._name = name
         self._stop_token_ids = sorted(stop_token_ids)
         self._process = subprocess.Popen(
-            [str(Path(python).expanduser()), str(Path(__file__).with_name(SCRIPTS[name]))],
+            [str(Path(python).expanduser()), str(Path(__file__).parent / SCRIPTS[name])],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self.versions = self._ask({"op": "load", "model": model, **options})["versions"]
