@@ -59,6 +59,7 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # −1: nothing drafted
+    why: list[str] = field(default_factory=list)
 
     def speed(self, start: int = 0, end: int | None = None) -> float:
         return sum(self.tokens[start:end]) / sum(self.seconds[start:end])
@@ -116,6 +117,7 @@ def play(
         run.tokens.append(tokens)
         run.seconds.append(verify_s + (draft_s or 0.0) + speed * 0.001)
         run.nodes.append(width - world.num_seqs if max_nodes else -1)
+        run.why.append(getattr(policy, "why", ""))
     return run
 
 
@@ -186,6 +188,27 @@ def test_one_budget_goes_to_the_sequence_that_gains_most() -> None:
     state = CycleState([100, 100], HORIZON)
     budgets = Online().choose(scored, state, OnlineLatency())
     assert budgets[0] > budgets[1]
+
+
+def test_every_budget_has_a_reason() -> None:
+    liar = World(honesty=lambda cycle: 0.02, ease=0.8)
+    good, bad = play(World(ease=0.7), Online(), 150), play(liar, Online(), 400)
+    drafted = {"speed", "all", "limit", "explore", "trial", "plain"}
+    for run in (good, bad):
+        for nodes, why in zip(run.nodes, run.why, strict=True):
+            assert why in (drafted if nodes >= 0 else {"yardstick", "floor"})
+            assert (why == "plain") == (nodes == 0) or why in ("trial", "explore")
+    assert good.why[0] == "yardstick"
+    assert good.why.count("speed") > 75
+    assert bad.why.count("floor") > 300
+    assert "trial" in bad.why
+
+
+def test_a_measured_machine_needs_less_finding_out() -> None:
+    run = play(World(ease=0.7), Online(is_calibrated=True), 40)
+    assert run.why[0] not in ("yardstick", "floor")
+    assert run.why[:30].count("yardstick") == 0
+    assert run.why[:30].count("explore") <= play(World(ease=0.7), Online(), 30).why.count("explore")
 
 
 def test_nothing_proposed_is_fine() -> None:

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from draftwood.draft import surrogate_store
 from draftwood.draft.surrogate import KINDS, REGIMES, Surrogate, stated
 from draftwood.draft.surrogate_store import stored_surrogate, surrogate_key, surrogate_path
+from draftwood.engine import Engine
+from draftwood.records import CycleRecord
+from draftwood.sampling import SamplingParams
 from draftwood.target.model import Target
+from draftwood.tree.budget import Fixed
 from draftwood.tree.enumerate import top_prefixes
 from draftwood.tree.tree import ScoredPrefixes
+from oracle import NoisyOracleDrafter
 from tiny import tiny_model
 
 HORIZON = 6
@@ -207,3 +212,27 @@ def test_a_cache_that_cannot_be_written_is_no_error(target: Target, monkeypatch)
     surrogate = stored_surrogate("lookup", target)
     play(surrogate, 2, lambda q: q)
     surrogate.store()
+
+
+# ---- in the loop --------------------------------------------------------------------------
+
+
+def test_the_engine_learns_and_the_text_stays(target: Target) -> None:
+    for temperature, seed in ((0.0, None), (1.0, 7)):
+        params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=seed)
+        prompts = [[5, 20, 7, 33], [60, 8, 2]]
+        plain = [output.token_ids for output in Engine(target).generate(prompts, params)]
+        drafter = NoisyOracleDrafter({
+            tuple(p): tokens for p, tokens in zip(prompts, plain, strict=True)
+        })  # fmt: skip
+        records: list[CycleRecord] = []
+        surrogate = Surrogate()
+        engine = Engine(
+            target, drafter, Fixed(6), surrogate=surrogate, on_cycle=records.append
+        )  # fmt: skip
+        outputs = engine.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == plain
+        assert max(cycle.num_accepted for output in outputs for cycle in output.cycles) >= 3
+        regime = REGIMES[int(temperature > 0)]
+        assert surrogate.state()[regime] != Surrogate().state()[regime]
+        assert {record.why for record in records if record.decoding} == {"fixed"}

@@ -107,6 +107,9 @@ def test_predictions_are_from_before_the_cycle(engine: dw.Engine, tmp_path: Path
     assert fresh.on_cycle is None
     trace = read_trace(path)
     assert latency.num_observed == len(trace.cycles)
+    assert {cycle["why"] for cycle in trace.cycles} == {"fixed"}
+    overview, _ = data_of(render(path))
+    assert set(overview["sequences"][0]["cycles"]["why"]) == {"fixed"}
     for at, cycle in enumerate(trace.cycles):
         width = len(cycle["tokens"])
         assert cycle["predicted"] == {

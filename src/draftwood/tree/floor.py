@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 _FORGET = 0.95  # per drafted cycle, of the running speed
-_PATIENCE = 4.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
-_NOISY_PATIENCE = 8.0  # by what was really accepted: quicker to see a change, and noisier
-_NEGLIGIBLE = 0.01  # plain cycles a drafted one may lose and not count
+_PATIENCE = 2.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
+_NOISY_PATIENCE = 6.0  # by what was really accepted: quicker to see a change, and noisier
 _PROBING = 0.008  # share of the time that looking again may cost
 _TRIAL_CYCLES = 8
 _PAYS = 1.03  # a trial must win by this much, or the policy would flap
-_HOPELESS = 0.85  # of plain speed: ends a trial early
+_HOPELESS = 1.0  # plain cycles lost that end a trial early
 
 
 class Floor:
@@ -67,7 +66,6 @@ class Floor:
         if self._trial is not None:
             self._judge(self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + cost)
             return
-        cost -= _NEGLIGIBLE
         self._lost = max(self._lost + cost - expected, 0.0)
         self._noisily_lost = max(self._noisily_lost + cost - tokens, 0.0)
         if self._lost > _PATIENCE or self._noisily_lost > _NOISY_PATIENCE:
@@ -75,11 +73,10 @@ class Floor:
 
     def _judge(self, cycles: int, tokens: float, cost: float) -> None:
         self._trial = (cycles, tokens, cost)
-        if (cycles > 1 and tokens < _HOPELESS * cost) or (
-            cycles >= _TRIAL_CYCLES and tokens < _PAYS * cost
-        ):
+        is_over = cycles >= _TRIAL_CYCLES
+        if cost - tokens > _HOPELESS or (is_over and tokens < _PAYS * cost):
             self._stop(cost - tokens)
-        elif cycles >= _TRIAL_CYCLES:
+        elif is_over:
             self._trial = None
 
     def _stop(self, price: float) -> None:
