@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwood.ahead.outcomes import UNKNOWN, Outcomes
+from draftwood.ahead.outcomes import Outcomes
 from draftwood.tree.tree import IntArray
 
 
@@ -95,22 +95,17 @@ class Grid:
 
 def _main_path(outcomes: Outcomes) -> IntArray:
     """Of each depth, the node where a walk is most likely to end; in a chain, its only node."""
-    depth = int(outcomes.depths.max())
     ends = np.bincount(outcomes.nodes, weights=outcomes.probs)
-    path = np.full(depth + 1, -1)
-    for node, at in zip(outcomes.nodes.tolist(), outcomes.depths.tolist(), strict=True):
-        if path[at] < 0 or ends[node] > ends[path[at]]:
-            path[at] = node
+    path = np.zeros(int(outcomes.depths.max()) + 1, dtype=np.int64)
+    order = np.argsort(ends[outcomes.nodes], kind="stable")  # of one depth the last one stays
+    path[outcomes.depths[order]] = outcomes.nodes[order]
     return path
 
 
 def _ranks(outcomes: Outcomes) -> IntArray:
     """[M] rank of each known outcome among those of its node, from 0."""
-    rank = np.zeros(len(outcomes), dtype=np.int64)
-    seen: dict[int, int] = {}
-    for i in np.argsort(-outcomes.probs, kind="stable").tolist():
-        if outcomes.bonus[i] != UNKNOWN:
-            node = int(outcomes.nodes[i])
-            rank[i] = seen.get(node, 0)
-            seen[node] = int(rank[i]) + 1
+    order = np.lexsort((-outcomes.probs, ~outcomes.is_known, outcomes.nodes))
+    nodes = outcomes.nodes[order]
+    rank = np.empty(len(outcomes), dtype=np.int64)
+    rank[order] = np.arange(len(nodes)) - np.searchsorted(nodes, nodes)
     return rank

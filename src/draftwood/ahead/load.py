@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import torch
 
-from draftwood.ahead.channel import Connect, InProcess, InThread
+from draftwood.ahead.channel import InProcess, InThread
 from draftwood.ahead.drafter import AheadDrafter, check_taps
 from draftwood.ahead.planner import AheadOptions
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter
 from draftwood.target.model import Target
+
+_CPU_HEAD_ROWS = 1
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,17 @@ def load_ahead(
         where: ``"thread"`` (the target's device), a device for that thread (``"cpu"``,
             ``"cuda:1"``, …), ``"process"``: a process of its own on the CPU, or
             ``"process:2,3"``: the same, pinned to these cores and with as many threads.
-        options: what to draft ahead.
+        options: what to draft ahead; by default a drafter on a CPU puts one row of each branch
+            through its head, since there the head costs as much as the rest.
 
     Raises:
         ValueError: a drafter that cannot be used so, or no such place.
         DraftwoodError: the worker did not start.
     """
     connect = _connect(spec, target, where)
+    if options is None:
+        on_cpu = isinstance(connect, InProcess) or connect.device == torch.device("cpu")
+        options = AheadOptions(head_rows=_CPU_HEAD_ROWS if on_cpu else None)
     ahead = AheadDrafter(connect, options, vocab_size=target.vocab_size)
     try:
         ahead.wait_ready()
@@ -82,7 +88,7 @@ def load_ahead(
     return ahead
 
 
-def _connect(spec: str | Path | Drafter | None, target: Target, where: str) -> Connect:
+def _connect(spec: str | Path | Drafter | None, target: Target, where: str) -> InProcess | InThread:
     if where.split(":")[0] == "process":
         if not isinstance(spec, (str, Path)):
             raise ValueError(

@@ -42,6 +42,8 @@ class AheadOptions:
     def __post_init__(self) -> None:
         if self.num_branches is not None and self.num_branches < 0:
             raise ValueError(f"num_branches must be ≥ 0 or None, got {self.num_branches}")
+        if self.head_rows is not None and self.head_rows < 1:
+            raise ValueError(f"head_rows must be ≥ 1 or None, got {self.head_rows}")
         if self.max_branches < 1:
             raise ValueError(f"max_branches must be ≥ 1, got {self.max_branches}")
         if self.timeout_s <= 0:

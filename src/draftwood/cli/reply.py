@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isnan
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,8 @@ def summary(output: Output) -> str:
     parts = [f"{len(output.token_ids)} tokens", f"{output.num_cycles} cycles"]
     if output.num_cycles:
         parts.append(f"τ {output.acceptance_length:.2f}")
+    if not isnan(output.hit_rate):
+        parts.append(f"{100 * output.hit_rate:.0f} % drafted ahead")
     if output.decode_s > 0:
         parts.append(f"{len(output.token_ids) / output.decode_s:.1f} tok/s")
     parts.append(f"prefill {output.prefill_s:.2f} s")

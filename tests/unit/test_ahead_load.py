@@ -1,0 +1,80 @@
+"""Drafting ahead from the outside: ``load(ahead=…)``, ``--async``, traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import draftwood as dw
+from draftwood.ahead.drafter import AheadDrafter
+from draftwood.ahead.load import TargetCard
+from draftwood.ahead.policy import AheadBudget
+from draftwood.cli import app
+from draftwood.target.load import load_target
+from draftwood.trace import tracing
+from tiny_folder import save_tiny_folder
+
+PROMPT = "abcabcabcabcab"
+PARAMS = dw.SamplingParams(max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def text_of(engine: dw.Engine) -> list[int]:
+    return engine.generate([PROMPT], PARAMS, raw=True)[0].token_ids
+
+
+@pytest.mark.parametrize("where", ["thread", "cpu", "process"])
+def test_a_smaller_model_drafts_ahead(folder: Path, where: str) -> None:
+    """The target's own folder as draft model: all its drafts are right."""
+    engine = dw.load(str(folder), str(folder), 6, ahead=where)
+    assert isinstance(engine.drafter, AheadDrafter)
+    (output,) = engine.generate([PROMPT], PARAMS, raw=True)
+    assert output.token_ids == text_of(dw.load(str(folder), "none"))
+    assert engine.drafter.counters == {"starts": 1}
+    assert output.acceptance_length > 2
+    engine.drafter.close()
+
+
+def test_the_automatic_budget_is_the_one_for_drafting_ahead(folder: Path) -> None:
+    engine = dw.load(str(folder), "lookup", "auto", ahead="thread", calibrate=False)
+    assert isinstance(engine.policy, AheadBudget)
+    assert text_of(engine) == text_of(dw.load(str(folder), "none"))
+
+
+def test_a_card_is_all_that_a_drafter_needs(folder: Path) -> None:
+    target = load_target(str(folder))
+    card = TargetCard.of(target, torch.device("cpu"))
+    assert card.vocab_size == target.vocab_size
+    assert torch.equal(card.output_embeddings(), target.output_embeddings())
+    assert not card.input_embeddings().requires_grad
+
+
+def test_traces_say_where_drafts_came_from(folder: Path, tmp_path: Path) -> None:
+    engine = dw.load(str(folder), "lookup", 4, ahead="thread")
+    with tracing(engine, tmp_path / "trace.jsonl"):
+        (output,) = engine.generate([PROMPT], PARAMS, raw=True)
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    told = [line["ahead"] for line in lines if line["kind"] == "cycle"]
+    assert [one["source"] for one in told] == [c.ahead.source for c in output.cycles if c.ahead]
+    assert 0.0 <= output.hit_rate <= 1.0
+
+
+def test_the_command_line_drafts_ahead(folder: Path) -> None:
+    options = ["generate", "-t", str(folder), "-d", "lookup", "-b", "4", "-n", "24", PROMPT]
+    plain = CliRunner().invoke(app, options)
+    ahead = CliRunner().invoke(app, [*options, "--async", "thread"])
+    assert ahead.exit_code == 0, ahead.output
+    assert ahead.stdout == plain.stdout
+    assert "drafted ahead" in ahead.stderr
+    assert "drafted ahead" not in plain.stderr
+    wrong = CliRunner().invoke(app, [*options, "--async", "nowhere"])
+    assert wrong.exit_code == 1
+    assert "process" in wrong.stderr
