@@ -164,6 +164,17 @@ def test_recipes_that_cannot_work_are_refused(tmp_path: Path) -> None:
         replace(config.loss, autoregressive=-1.0)
 
 
+def test_mixed_precision_trains_too() -> None:
+    body = tiny_model("llama", vocab=VOCAB, dtype=torch.float32)
+    made = build_independent(body, IndependentRecipe(2, block_size=4))
+    exact = float(loss_of(made, 1.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = loss_of(made, 1.0)
+    rounded.backward()
+    assert float(rounded) == pytest.approx(exact, rel=0.05)
+    assert all(bool(p.grad.isfinite().all()) for p in made.parameters() if p.grad is not None)
+
+
 # ---- the command --------------------------------------------------------------------------
 
 SMALL = (
