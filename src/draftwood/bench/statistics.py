@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ Rows = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95 % bootstrap interval (percentiles of the resampled estimates).
+    """An estimate and its 95 % bootstrap interval.
 
     Attributes:
         value: the estimate on all prompts; NaN without any.
@@ -66,6 +68,9 @@ def bootstrap(
 ) -> Interval:
     """Mean over groups of a statistic of each one's prompts, resampled within groups.
 
+    The interval is between percentiles of the resampled estimates, further out than 2.5 and 97.5
+    for few prompts, where those cover too little (Hesterberg 2015, "expanded percentile").
+
     Args:
         groups: [n, k] per group, one row per prompt.
         statistic: [..., n, k] → [...].
@@ -77,8 +82,24 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     value = float(np.mean([statistic(rows) for rows in groups]))
     draws = np.mean([statistic(_resampled(rows, rng)) for rows in groups], axis=0)
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(draws, _tails([len(rows) for rows in groups]))
     return Interval(value, float(low), float(high), sum(map(len, groups)))
+
+
+def _tails(sizes: Sequence[int]) -> tuple[float, float]:
+    """Probabilities of the two percentiles for groups of these sizes.
+
+    Resampling n values spreads like n rather than n − 1 of them and knows no Student's t: both are
+    made up for as they would have to be for a mean of normal values.
+    """
+    freedom = sum(sizes) - len(sizes)
+    if freedom < 1:
+        return (1 - LEVEL) / 2, (1 + LEVEL) / 2
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    # Student's t by the first terms of its expansion in 1 / freedom (Fisher and Cornish 1960).
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    tail = NormalDist().cdf(-t * sqrt(sum(sizes) / freedom))
+    return tail, 1 - tail
 
 
 def _mean(rows: Rows) -> NDArray[np.float64]:

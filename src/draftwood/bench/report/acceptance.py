@@ -12,7 +12,7 @@ from draftwood.bench.measure import acceptance_by_depth, acceptance_histogram
 from draftwood.bench.methods import REFERENCE
 from draftwood.bench.reliability import curve
 from draftwood.bench.report.charts import color_of
-from draftwood.bench.report.style import MUTED, SERIES, Chart, legend, new_figure
+from draftwood.bench.report.style import MUTED, SERIES, Chart, legend, new_figure, whole_numbers
 from draftwood.bench.summary import Results, Turn
 
 SOURCES = ("hit", "soft", "miss", "standby")
@@ -76,6 +76,7 @@ def by_depth(results: Results, temperature: float) -> Chart | None:
         return None
     axes.set_ylim(0, 1)
     axes.set(xlabel="position in the draft", ylabel="accepted, given all before")
+    whole_numbers(axes)
     legend(axes)
     return Chart(
         f"depth-T{temperature:g}", f"Acceptance by position at temperature {temperature:g}",

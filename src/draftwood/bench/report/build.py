@@ -69,7 +69,7 @@ def _charts(results: Results, found: Sequence[Cell]) -> Iterable[Chart]:
 def render(results: Results, found: Sequence[Cell], pictures: Sequence[Chart]) -> str:
     """The page of some results, their cells and charts."""
     settings = results.runs[0]["settings"] if results.runs else {}
-    title = f"Benchmark of {settings.get('target', 'a target')}"
+    title = f"Benchmark of {Path(settings.get('target', 'a target')).name}"
     hardware = results.runs[-1].get("hardware", {}) if results.runs else {}
     machine = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "unknown processor")
     lead = (

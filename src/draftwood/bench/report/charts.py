@@ -11,12 +11,23 @@ import numpy as np
 
 from draftwood.bench.measure import STAGES
 from draftwood.bench.methods import REFERENCE
-from draftwood.bench.report.style import INK, LINE, MUTED, SERIES, Chart, legend, new_figure
+from draftwood.bench.report.style import (
+    INK,
+    LINE,
+    MUTED,
+    SERIES,
+    Chart,
+    legend,
+    new_figure,
+    whole_numbers,
+)
 from draftwood.bench.summary import ALL_SETS, Cell, Results, Turn
 from draftwood.bench.throughput import throughputs
 
 STAGE_NAMES = {"draft_s": "draft and enumerate", "verify_s": "verify", "walk_s": "head and walk",
                "commit_s": "commit", "other_s": "other"}  # fmt: skip
+
+_LONGEST_LABEL = 24
 
 
 def color_of(results: Results, method: str) -> str:
@@ -27,6 +38,10 @@ def color_of(results: Results, method: str) -> str:
 
 def _turns(results: Results, method: str, temperature: float) -> list[Turn]:
     return [t for t in results.turns if (t.method, t.temperature) == (method, temperature)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_LABEL else f"{name[: _LONGEST_LABEL - 1]}…"
 
 
 def speedups(results: Results, cells: Sequence[Cell], temperature: float) -> Chart | None:
@@ -56,7 +71,7 @@ def speedups(results: Results, cells: Sequence[Cell], temperature: float) -> Cha
             for cell, one in zip(part, found, strict=True)
         ]
     axes.axvline(1, color=MUTED, linewidth=1)
-    axes.set_yticks(range(len(sets)), sets)
+    axes.set_yticks(range(len(sets)), [_short(name) for name in sets])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("speedup over plain decoding (seconds per token)")
@@ -109,7 +124,7 @@ def budget_curve(results: Results, cells: Sequence[Cell], temperature: float) ->
     return Chart(
         f"budget-T{temperature:g}", f"Speedup by budget at temperature {temperature:g}",
         "Acceptance grows with the budget, and so does the target pass (dashed, right axis): the "
-        f"best budget is where they balance. {top.capitalize()}; the band is the 95 % interval.",
+        f"best budget is where they balance. On {top}; the band is the 95 % interval.",
         figure, ("curve", "nodes", "value", "low", "high"), rows,
     )  # fmt: skip
 
@@ -185,6 +200,7 @@ def budgets_over_time(results: Results, temperature: float) -> Chart | None:
     if not rows:
         return None
     axes.set(xlabel="cycle", ylabel="nodes verified")
+    whole_numbers(axes)
     axes.set_ylim(bottom=0)
     legend(axes)
     return Chart(

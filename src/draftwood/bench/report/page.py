@@ -74,7 +74,7 @@ def _cell(tag: str, entry: Entry, attributes: str = "") -> str:
         text = f"<strong>{text}</strong>"
     if entry.value is not None:
         attributes += f' data-value="{escape(str(entry.value))}"'
-    below = f"<small>{escape(entry.below)}</small>" if entry.below else ""
+    below = "".join(f"<small>{escape(line)}</small>" for line in entry.below if line)
     return f"<{tag}{attributes}>{text}{below}</{tag}>"
 
 

@@ -88,6 +88,13 @@ def legend(axes: Any, columns: int = 1) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, borderaxespad=0)
 
 
+def whole_numbers(axes: Any) -> None:
+    """Ticks of the horizontal axis at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def svg(chart: Chart) -> str:
     """A chart as an SVG document; the same every time."""
     import matplotlib

@@ -18,13 +18,13 @@ class Entry:
 
     Attributes:
         text: what it says.
-        below: in small print.
+        below: in small print, a line each.
         value: to sort by.
         strong: emphasised.
     """
 
     text: str
-    below: str = ""
+    below: Sequence[str] = ()
     value: float | str | None = None
     strong: bool = False
 
@@ -58,7 +58,7 @@ def results_table(cells: Sequence[Cell], temperature: float) -> Table | None:
         plain = part.get(REFERENCE)
         rate = f"{plain.tokens_per_s:.1f} tok/s" if plain else "–"
         speeds = [c.speedup.value for c in part.values() if c.speedup is not None]
-        row = [Entry(name, f"{num} prompt{'s' if num > 1 else ''}"), Entry(rate)]
+        row = [Entry(name, [f"{num} prompt{'s' if num > 1 else ''}"]), Entry(rate)]
         row += [_result(part.get(method), max(speeds, default=0.0)) for method in methods]
         rows.append(row)
     return Table(f"Temperature {temperature:g}", ["set", "plain decoding", *methods], rows)
@@ -68,8 +68,10 @@ def _result(cell: Cell | None, best: float) -> Entry:
     if cell is None or cell.speedup is None:
         return Entry("–")
     value, span = _interval(cell.speedup, "×")
-    tau, tau_span = _interval(cell.tau)
-    below = f"{span} · τ {tau}" + (f" ({tau_span})" if tau_span else "")
+    below = [span]
+    if cell.tau is not None:
+        tau, tau_span = _interval(cell.tau)
+        below.append(f"τ {tau} ({tau_span})")
     return Entry(value, below, cell.speedup.value, strong=cell.speedup.value == best)
 
 
@@ -153,8 +155,8 @@ def pair_tables(results: Results) -> list[Table]:
         for one in differences(results, method, "chain"):
             tau, tau_span = _interval(one.tau)
             speed, speed_span = _interval(one.speed, "×")
-            name = Entry(one.set_name, f"temperature {one.temperature:g}")
-            rows.append([name, Entry(tau, tau_span), Entry(speed, speed_span)])
+            name = Entry(one.set_name, [f"temperature {one.temperature:g}"])
+            rows.append([name, Entry(tau, [tau_span]), Entry(speed, [speed_span])])
         header = ["set", f"τ({method}) − τ(chain)", "speed over chain"]
         tables.append(Table(f"{method} against chain", header, rows))
     return tables
@@ -176,11 +178,11 @@ def published_table(cells: Sequence[Cell], source: Source, temperature: float) -
         row = [Entry(name)]
         for method in methods:
             cell = mine.get(method)
-            tau = f"τ {cell.tau.value:.2f}" if cell and cell.tau else ""
+            tau = [f"τ {cell.tau.value:.2f}"] if cell and cell.tau else []
             row.append(Entry(f"{cell.speedup.value:.2f}×", tau) if cell and cell.speedup
                        else Entry("–"))  # fmt: skip
         theirs = {(r.model, r.method): r for r in rows_of if r.set_name == name}
-        row += [Entry(f"{theirs[c].speedup:.2f}×", f"τ {theirs[c].tau:.2f}") for c in columns]
+        row += [Entry(f"{theirs[c].speedup:.2f}×", [f"τ {theirs[c].tau:.2f}"]) for c in columns]
         rows.append(row)
     header = [
         *(f"{m}, here" for m in methods),
