@@ -14,7 +14,7 @@ from draftwood.draft.surrogate import Surrogate
 from draftwood.draft.surrogate_store import keep_at_end, stored_surrogate
 from draftwood.engine import Engine
 from draftwood.target.load import load_target
-from draftwood.target.measure import calibrated
+from draftwood.target.measure import calibrated, is_reliable
 from draftwood.target.model import Target
 from draftwood.target.shape import model_shape
 from draftwood.tree.budget import BudgetPolicy, Online, is_constant, parse_budget
@@ -61,15 +61,17 @@ def load(
     proposer = load_drafter(drafter, model) if not ahead else load_ahead(drafter, model, ahead)
     adapts = proposer.horizon > 0 and not constant
     options: dict[str, Any] = {}
+    is_measured = False
     if adapts:
         by_name = isinstance(drafter, str) and calibrate
         options["surrogate"] = stored_surrogate(str(drafter), model) if by_name else Surrogate()
         if calibrate:
-            options["latency"] = OnlineLatency(calibrated(model, proposer.taps))
+            curve = calibrated(model, proposer.taps)
+            options["latency"], is_measured = OnlineLatency(curve), is_reliable(curve)
     policy = parse_budget(
         budget,
         {
-            "auto": lambda: Online(is_calibrated=calibrate),
+            "auto": lambda: Online(is_calibrated=is_measured),
             "roofline": lambda: fitted_roofline(model, proposer.taps),
         },
     )

@@ -30,6 +30,14 @@ def test_median_of_rounds_ignores_a_disturbed_one() -> None:
     assert found.widths == (1, 4, 9)
     assert found.seconds == pytest.approx((0.001, 0.004, 0.009))
     assert found.context_len == 7
+    assert found.noise > 100
+
+
+def test_noise_is_how_much_rounds_differ() -> None:
+    laps = iter([1.0, *(1.0, 2.0), *(1.1, 2.2), *(1.2, 2.0)])
+    found = calibrate(lambda width: next(laps), [1, 4])
+    assert found.noise == pytest.approx(0.15)
+    assert calibrate(lambda width: 1.0, [1, 4], repeats=1).noise == 0.0
 
 
 def test_calibration_ends_in_time() -> None:

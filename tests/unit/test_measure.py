@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from draftwood.target.measure import calibrated, calibration_key, calibration_pa
 from draftwood.target.model import Target
 from draftwood.target.shape import model_shape
 from draftwood.target.store import cache_dir
-from draftwood.tree.calibration import load_calibration
+from draftwood.tree.calibration import Calibration, load_calibration
 from draftwood.tree.roofline import Roofline
 from tiny import tiny_model
 from tiny_folder import save_tiny_folder
@@ -36,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def num_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry for every measurement."""
+    """Grows by one entry for every measurement; all of them are believed."""
     done: list[int] = []
     real = measure.measured
 
     def counted(*args, **options):
         done.append(1)
-        return real(*args, **{**options, "limit_s": 0.2})
+        return replace(real(*args, **{**options, "limit_s": 0.2}), noise=0.1)
 
     monkeypatch.setattr(measure, "measured", counted)
     return done
@@ -62,6 +63,15 @@ def test_measured_once_and_kept(target: Target, num_measured: list[int]) -> None
     calibrated(target)
     assert len(num_measured) == 3
     assert load_calibration(path, calibration_key(target)) is not None
+
+
+def test_a_disturbed_measurement_is_not_kept(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = Calibration((1, 2), (0.1, 0.2), noise=0.9)
+    monkeypatch.setattr(measure, "measured", lambda *_args, **_options: noisy)
+    assert calibrated(target) == noisy
+    assert not calibration_path(calibration_key(target)).exists()
 
 
 def test_measuring_leaves_the_target_as_it_was(target: Target) -> None:

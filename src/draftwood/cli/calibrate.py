@@ -38,18 +38,30 @@ def calibrate(
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
     from draftwood.target.load import load_target
-    from draftwood.target.measure import calibrated, calibration_key, calibration_path
+    from draftwood.target.measure import (
+        calibrated,
+        calibration_key,
+        calibration_path,
+        is_reliable,
+    )
+    from draftwood.tree.calibration import CALIBRATION_WIDTHS
 
     quiet_libraries()
     choose_threads()
     model = load_target(target, dtype=dtype, device=device)
-    curve = calibrated(model, limit_s=limit_s, refresh=True)
+    curve = calibrated(model, widths=CALIBRATION_WIDTHS, limit_s=limit_s, refresh=True)
     key = calibration_key(model)
     console = Console(highlight=False)
     console.print(curve_table(curve))
     where = f"{key['device']}, {key['threads']} threads" if key["threads"] else key["device"]
     console.print(f"{target}, {key['dtype']}, {where}", style="dim", markup=False)
-    note(f"kept in {calibration_path(key)}")
+    if is_reliable(curve):
+        note(f"kept in {calibration_path(key)}")
+    else:
+        note(
+            f"not kept: rounds differ by {curve.noise:.0%}, something else keeps the machine busy; "
+            "try again when it is quiet"
+        )
     if png is not None:
         draw(curve, png, f"{target} on {where}")
         note(f"drawn to {png}")

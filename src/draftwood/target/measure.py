@@ -26,21 +26,28 @@ from draftwood.tree.calibration import (
 from draftwood.tree.tree import NO_PARENT, DraftTree
 
 CONTEXT_LEN = 128
-LIMIT_S = 3.0
+LIMIT_S = 5.0
+# Fewer widths at load, so that there is time for a second round.
+LOAD_WIDTHS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 128, 256)
+NOISE_LIMIT = 0.3  # of a measurement that is believed and kept
 
 
 def calibrated(
     target: Target,
     taps: Sequence[int] = (),
     *,
+    widths: Sequence[int] = LOAD_WIDTHS,
     limit_s: float = LIMIT_S,
     refresh: bool = False,
 ) -> Calibration:
     """The target's width curve: the stored one, or measured now and stored.
 
+    A measurement that other work on the machine disturbed is not stored: see ``is_reliable``.
+
     Args:
         target: the model to measure.
         taps: decoder layers whose outputs a drafter wants, as in decoding.
+        widths: rows to measure.
         limit_s: seconds a measurement may take, roughly; widths it has no time for are left out.
         refresh: measure even if there is a stored curve.
     """
@@ -49,14 +56,26 @@ def calibrated(
     found = None if refresh else load_calibration(path, key)
     if found is not None:
         return found
-    result = measured(target, taps, limit_s=limit_s)
-    # A cache that cannot be written only costs the next load a few seconds.
-    with contextlib.suppress(OSError):
-        save_calibration(path, key, result)
+    result = measured(target, taps, widths=widths, limit_s=limit_s)
+    if is_reliable(result):
+        # A cache that cannot be written only costs the next load a few seconds.
+        with contextlib.suppress(OSError):
+            save_calibration(path, key, result)
     return result
 
 
-def measured(target: Target, taps: Sequence[int] = (), *, limit_s: float = LIMIT_S) -> Calibration:
+def is_reliable(curve: Calibration) -> bool:
+    """Whether the rounds of a measurement agree."""
+    return curve.noise <= NOISE_LIMIT
+
+
+def measured(
+    target: Target,
+    taps: Sequence[int] = (),
+    *,
+    widths: Sequence[int] = CALIBRATION_WIDTHS,
+    limit_s: float = LIMIT_S,
+) -> Calibration:
     """Measure the width curve behind a context of some hundred tokens, for one sequence.
 
     On an accelerator the head is part of a pass: it runs on all rows.
@@ -67,7 +86,11 @@ def measured(target: Target, taps: Sequence[int] = (), *, limit_s: float = LIMIT
     cache = target.new_cache()
     target.forward(DraftTree.chain(context.tolist()), [cache])
     cache.commit(np.arange(context_len))
-    trees = {width: _bushy(rng.integers(0, target.vocab_size, width)) for width in _widths(target)}
+    trees = {
+        width: _bushy(rng.integers(0, target.vocab_size, width))
+        for width in widths
+        if _fits(width, target)
+    }
 
     def measure(width: int) -> float:
         _wait(target.device)
@@ -111,8 +134,8 @@ def calibration_path(key: dict[str, str]) -> Path:
     return cache_dir() / "calibrations" / f"{_digest(repr(sorted(key.items())))}.json"
 
 
-def _widths(target: Target) -> list[int]:
-    return [width for width in CALIBRATION_WIDTHS if 2 * width < (target.max_len or 1 << 30)]
+def _fits(width: int, target: Target) -> bool:
+    return target.max_len is None or 2 * width < target.max_len
 
 
 def _bushy(token_ids: np.ndarray) -> DraftTree:

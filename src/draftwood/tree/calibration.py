@@ -25,6 +25,8 @@ class Calibration:
         seconds: of a pass with that many rows.
         context_len: tokens in the KV cache while measuring.
         draft_s: seconds of one drafter pass, if measured.
+        noise: how much rounds differed: (longest − shortest) / shortest, median over the widths
+            measured more than once; 0 if none was.
 
     Raises:
         ValueError: no widths, unequal lengths, widths not increasing, seconds not positive.
@@ -34,6 +36,7 @@ class Calibration:
     seconds: tuple[float, ...]
     context_len: int = 0
     draft_s: float | None = None
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.widths or len(self.widths) != len(self.seconds):
@@ -48,6 +51,8 @@ class Calibration:
         times = [*self.seconds, *([] if self.draft_s is None else [self.draft_s])]
         if not all(math.isfinite(value) and value > 0 for value in times):
             raise ValueError(f"measured seconds must be finite and > 0, got {times}")
+        if not (math.isfinite(self.noise) and self.noise >= 0):
+            raise ValueError(f"noise must be finite and ≥ 0, got {self.noise}")
 
 
 def calibrate(
@@ -80,10 +85,12 @@ def calibrate(
                 break
             samples.setdefault(width, []).append(measure(width))
     measured = sorted(samples)
+    spreads = [max(laps) / min(laps) - 1.0 for laps in samples.values() if len(laps) > 1]
     return Calibration(
         tuple(measured),
         tuple(statistics.median(samples[width]) for width in measured),
         context_len,
+        noise=statistics.median(spreads) if spreads else 0.0,
     )
 
 
@@ -111,6 +118,7 @@ def load_calibration(path: Path, key: Mapping[str, str]) -> Calibration | None:
             tuple(float(value) for value in record["seconds"]),
             int(record["context_len"]),
             None if record["draft_s"] is None else float(record["draft_s"]),
+            float(record["noise"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
