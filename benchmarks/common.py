@@ -39,7 +39,6 @@ def named_drafter(
     """A new drafter: ``oracle`` (needs ``futures``), ``random``, or what ``draftwood.load`` knows.
 
     ``random`` is a two-layer block-diffusion network with random weights: the cost of a real one.
-    ``shipped`` is the block-diffusion drafter inside the package.
 
     Raises:
         ValueError: there is no such drafter for this target.
@@ -53,11 +52,6 @@ def named_drafter(
         from tiny_drafter import tiny_draft_network
 
         return BlockDiffusionDrafter(tiny_draft_network(target), target)
-    if name == "shipped":
-        drafter = load_drafter("auto", target)
-        if not isinstance(drafter, BlockDiffusionDrafter):
-            raise ValueError("no drafter for this target is shipped; give a checkpoint folder")
-        return drafter
     return load_drafter(name, target)
 
 

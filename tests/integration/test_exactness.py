@@ -20,6 +20,7 @@ from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.planner import AheadOptions
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
+from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.lookup import LookupDrafter
@@ -86,6 +87,9 @@ def drafter_of(name: str, family: str, setting: str) -> Drafter:
         return NoisyOracleDrafter(future)
     if name == "block_diffusion":
         return BlockDiffusionDrafter(tiny_draft_network(target), target)
+    if name == "blend":
+        model = BlockDiffusionDrafter(tiny_draft_network(target), target)
+        return BlendDrafter(model, LookupDrafter())
     if name == "independent":
         return IndependentDrafter(tiny_independent_network(target), target)
     if name == "autoregressive":
@@ -143,8 +147,9 @@ def test_output_is_the_targets_own(family: str, drafter: str, policy: str, setti
 # It reads nothing of the target: one family shows what all would.
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_independent_drafter_changes_nothing(policy: str, setting: str) -> None:
-    check("mistral", "independent", policy, setting)
+@pytest.mark.parametrize("drafter", ["independent", "blend"])
+def test_further_drafters_change_nothing(drafter: str, policy: str, setting: str) -> None:
+    check("mistral", drafter, policy, setting)
 
 
 # Deep accepted paths on a family with sliding windows, and a packed pass over branches.

@@ -11,6 +11,7 @@ import torch
 from draftwood.draft import load
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import NullDrafter
+from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.checkpoint import save_draft
 from draftwood.draft.load import load_drafter
@@ -70,9 +71,23 @@ def test_auto_takes_the_shipped_drafter_that_fits(
     target: Target, dflash: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_SHIPPED", dflash.parent)
-    assert isinstance(load_drafter("auto", target), BlockDiffusionDrafter)
+    assert isinstance(load_drafter("shipped", target), BlockDiffusionDrafter)
+    both = load_drafter("auto", target)
+    assert isinstance(both, BlendDrafter)
+    assert isinstance(both.model, BlockDiffusionDrafter)
+    assert isinstance(both.lookup, LookupDrafter)
     other = Target(tiny_model("llama", dtype=torch.float32), probe=False)
     assert isinstance(load_drafter("auto", other), LookupDrafter)
+    with pytest.raises(ValueError, match="no drafter is shipped"):
+        load_drafter("shipped", other)
+
+
+def test_any_drafter_with_lookup(target: Target, dflash: Path) -> None:
+    drafter = load_drafter(f"{dflash}+lookup", target)
+    assert isinstance(drafter, BlendDrafter)
+    settings = SamplingParams(max_new_tokens=12)
+    (output,) = Engine(target, drafter, Fixed(6)).generate([PROMPT], settings)
+    assert output.token_ids == Engine(target).generate([PROMPT], settings)[0].token_ids
 
 
 def test_what_does_not_fit_is_refused(target: Target, dflash: Path, tmp_path: Path) -> None:

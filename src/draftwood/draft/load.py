@@ -9,6 +9,7 @@ from typing import Any
 
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
+from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.checkpoint import CONFIG, check_compatible, load_draft
 from draftwood.draft.config import DraftConfig
@@ -20,6 +21,7 @@ from draftwood.target.load import load_target
 from draftwood.target.model import Target
 
 _SHIPPED = Path(__file__).parents[1] / "weights"
+_WITH_LOOKUP = "+lookup"
 _METHODS = ("propose", "observe", "truncate", "release", "taps", "horizon")
 _DFLASH_KEYS = ("dflash_config", "speculators_model_type")
 
@@ -30,9 +32,10 @@ def load_drafter(
     """A drafter for ``target``, in its dtype and on its device.
 
     Args:
-        spec: ``"auto"`` (the drafter shipped for this target, else prompt lookup), ``"lookup"``,
-            ``"none"`` or None, a DFlash checkpoint, an independent drafter or a smaller causal
-            language model (folder or hub id), or a drafter, which is returned as it is.
+        spec: ``"auto"`` (``"shipped+lookup"`` if a drafter is shipped for this target, else
+            ``"lookup"``), ``"none"`` or None, a DFlash checkpoint, an independent drafter or a
+            smaller causal language model (folder or hub id), any of these with ``"+lookup"``
+            behind it to merge it with prompt lookup, or a drafter, which is returned as it is.
         target: the model to draft for.
         revision: branch, tag or commit of a hub id.
 
@@ -43,11 +46,16 @@ def load_drafter(
         return NullDrafter()
     if not isinstance(spec, (str, Path)):
         return _checked(spec)
-    if spec == "auto":
-        return _shipped(target) or LookupDrafter()
-    if spec == "lookup":
-        return LookupDrafter()
     name = str(spec)
+    if name == "auto":
+        name = "lookup" if shipped_folder(target) is None else f"shipped{_WITH_LOOKUP}"
+    if name == "lookup":
+        return LookupDrafter()
+    if name.endswith(_WITH_LOOKUP):
+        model = load_drafter(name.removesuffix(_WITH_LOOKUP), target, revision=revision)
+        return BlendDrafter(model, LookupDrafter())
+    if name == "shipped":
+        return _shipped(target)
     config = read_config(name, revision)
     if _is_dflash(config):
         return _block_diffusion(name, target, revision)
@@ -69,9 +77,11 @@ def _checked(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _shipped(target: Target) -> Drafter | None:
+def _shipped(target: Target) -> Drafter:
     folder = shipped_folder(target)
-    return None if folder is None else _block_diffusion(str(folder), target, None)
+    if folder is None:
+        raise ValueError("no drafter is shipped for this target; use 'auto', 'lookup' or a folder")
+    return _block_diffusion(str(folder), target, None)
 
 
 def shipped_folder(target: Target) -> Path | None:
