@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 
 
 def main():
@@ -70,48 +71,43 @@ def run(server, requests):
 
 
 def complete(server, request, begin):
-    """One streamed completion."""
-    arrivals, tokens, final = [], [], {}
-
-    def take(chunk):
-        for part in chunk if isinstance(chunk, list) else [chunk]:
-            if not isinstance(part, dict):
-                continue
-            if "error" in part:
-                raise RuntimeError(str(part["error"]))
-            new = part.get("tokens") or []
-            if new:
-                arrivals.append([time.perf_counter() - begin, len(new)])
-                tokens.extend(new)
-            if part.get("stop"):
-                final.update(part)
-        return False
-
-    server.handle_completions(
-        {
-            "prompt": request["prompt_ids"],
-            "n_predict": request["max_new_tokens"],
-            "temperature": request["temperature"],
-            "seed": request["seed"],
-            "top_k": 0 if request["temperature"] > 0 else 1,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "cache_prompt": False,
-            "return_tokens": True,
-            "stream": True,
-        },
-        take,
+    """One streamed completion, by the server's own address: only there tokens have numbers."""
+    body = {
+        "prompt": request["prompt_ids"],
+        "n_predict": request["max_new_tokens"],
+        "temperature": request["temperature"],
+        "seed": request["seed"],
+        "top_k": 0 if request["temperature"] > 0 else 1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "cache_prompt": False,
+        "return_tokens": True,
+        "stream": True,
+    }
+    message = urllib.request.Request(
+        f"{server.listening_address}/completion",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
-    timings = final.get("timings", {})
+    arrivals, tokens, final = [], [], {}
+    with urllib.request.urlopen(message) as stream:
+        for line in stream:
+            if not line.startswith(b"data: "):
+                continue
+            part = json.loads(line[6:])
+            if part.get("tokens"):
+                arrivals.append([time.perf_counter() - begin, len(part["tokens"])])
+                tokens.extend(part["tokens"])
+            if part.get("stop"):
+                final = part
     first_s = arrivals[0][0] if arrivals else 0.0
     last_s = arrivals[-1][0] if arrivals else 0.0
-    num_decoded = max(0, len(tokens) - 1)
     return {
         "token_ids": tokens,
         "finish_reason": "length" if final.get("stop_type") == "limit" else "stop",
-        "prefill_s": timings.get("prompt_ms", first_s * 1e3) / 1e3,
+        "prefill_s": final.get("timings", {}).get("prompt_ms", first_s * 1e3) / 1e3,
         "decode_s": last_s - first_s,
-        "num_decoded": num_decoded,
+        "num_decoded": max(0, len(tokens) - 1),
         "arrivals": arrivals,
     }
 
