@@ -19,7 +19,8 @@ from draftwood.target.model import Target
 from draftwood.train.distill import DistillObjective, distillation_loss, smallest_share
 from draftwood.train.layer_choice import ORDERS, race, rank_layers
 from draftwood.train.loss import LossConfig
-from draftwood.train.prune import PruneConfig, best_stage, prune_drafter
+from draftwood.train.prune import PruneConfig, prune_drafter
+from draftwood.train.prune_table import best_stage
 from draftwood.train.target_side import ResponseRow, as_example
 from draftwood.train.trainer import TrainConfig
 from tiny import tiny_model

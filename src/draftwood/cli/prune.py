@@ -11,7 +11,7 @@ from draftwood.cli import options
 from draftwood.cli.console import note
 
 if TYPE_CHECKING:
-    from draftwood.train.prune import Stage, Table
+    from draftwood.train.prune_table import Stage, Table
 
 STOP = "Where to stop"
 CHOICE = "Choice of layers"
@@ -97,8 +97,9 @@ def prune(
     from draftwood.cli.threads import choose_threads
     from draftwood.target.load import load_target
     from draftwood.train.loss import LossConfig
-    from draftwood.train.prune import PruneConfig, best_stage, prune_drafter
+    from draftwood.train.prune import PruneConfig, prune_drafter
     from draftwood.train.prune_report import write_csv, write_plot
+    from draftwood.train.prune_table import best_stage
     from draftwood.train.shards import load_rows
     from draftwood.train.trainer import TrainConfig
 

@@ -17,95 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from draftwood.draft.block_pass import few_rows
 from draftwood.draft.independent_config import IndependentConfig
+from draftwood.draft.independent_layers import BodyLayer, linear
 from draftwood.draft.layers import RMSNorm, attend_blocks
-from draftwood.draft.rope import rotate
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [N, heads, d], keys [N, kv, d], values [N, kv, d]) → [N, heads · d]; all three
 rotated and normed, queries not scaled."""
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, in] · weightᵀ + bias; fast for the few rows of a decoding step."""
-    if torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return few_rows(x, weight, bias)
-
-
-class BodyAttention(nn.Module):
-    """Projections around an attention that is given."""
-
-    def __init__(self, config: IndependentConfig) -> None:
-        super().__init__()
-        heads, kv, dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        hidden = config.hidden_size
-        self.head_dim = dim
-        self.q_proj = nn.Linear(hidden, heads * dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=config.out_bias)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.has_qk_norm:
-            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        query, keys, values = (
-            linear(x, one.weight, one.bias).view(len(x), -1, self.head_dim)
-            for one in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, keys = self.q_norm(query), self.k_norm(keys)
-        mixed = attend(rotate(query, *turn), rotate(keys, *turn), values)
-        return linear(mixed, self.o_proj.weight, self.o_proj.bias)
-
-
-class BodyMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: IndependentConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = linear(x, self.gate_proj.weight, None)
-        return linear(F.silu(gate) * linear(x, self.up_proj.weight, None), self.down_proj.weight,
-                      None)  # fmt: skip
-
-
-class BodyLayer(nn.Module):
-    """Pre-norm transformer layer on packed rows [N, H]."""
-
-    def __init__(self, config: IndependentConfig) -> None:
-        super().__init__()
-        self.self_attn = BodyAttention(config)
-        self.mlp = BodyMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class IndependentNetwork(nn.Module):

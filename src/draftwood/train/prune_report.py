@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from draftwood.train.prune import Stage, Table
+from draftwood.train.prune_table import Stage, Table
 
 CSV = "prune.csv"
 PLOT = "prune.png"

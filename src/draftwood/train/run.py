@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from draftwood.train.features import StoreSource
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective
 from draftwood.train.recipe import Recipe, build_drafter, default_taps, draft_config
+from draftwood.train.run_file import read_run, write_run
 from draftwood.train.state import latest_checkpoint
 from draftwood.train.target_side import (
     LiveSource,
@@ -32,7 +32,6 @@ from draftwood.train.trainer import ExampleSource, TrainConfig, Trainer
 from draftwood.train.warm_start import draft_vocabulary
 from draftwood.tree.tree import FloatArray
 
-RUN = "run.json"
 FEATURES = "features"
 _NORM_ROWS = 8
 
@@ -260,30 +259,6 @@ def _vocab_size(model: nn.Module) -> int:
 def _wait(accelerator: Any) -> None:
     if accelerator is not None:
         accelerator.wait_for_everyone()
-
-
-def write_run(folder: Path, recipe: Any, vocabulary: list[int] | None) -> None:
-    """What a continued run must repeat, and the vocabulary, which later rows must not change."""
-    partial = folder / f"{RUN}.partial"
-    partial.write_text(json.dumps({"recipe": asdict(recipe), "vocabulary": vocabulary}) + "\n")
-    partial.replace(folder / RUN)
-
-
-def read_run(folder: Path, recipe: Any) -> list[int] | None:
-    """The stored vocabulary of a run whose recipe must be this one."""
-    file = folder / RUN
-    if not file.is_file():
-        raise ValueError(f"{folder} has checkpoints but no {RUN}; choose another folder")
-    stored = json.loads(file.read_text())
-    wanted = json.loads(json.dumps(asdict(recipe)))
-    changed = sorted(name for name in wanted if wanted[name] != stored["recipe"].get(name))
-    if changed:
-        raise ValueError(
-            f"{folder} holds a run with another recipe ({', '.join(changed)}); repeat that one to "
-            "continue it, or choose another folder"
-        )
-    vocabulary: list[int] | None = stored["vocabulary"]
-    return vocabulary
 
 
 def _network(

@@ -1,0 +1,65 @@
+"""What a pruning run knows so far: one record per depth, in one file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TABLE = "prune.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One depth.
+
+    Attributes:
+        depth: layers left.
+        layers: which ones, by their index in the original body.
+        removed: the one removed last, None for the unpruned drafter.
+        tau_without: τ right after the removal, before recovery.
+        tau: τ after recovery.
+        draft_s: seconds of one draft.
+        speedup: estimated, over plain decoding: τ · t(1) / (t_draft + t(tree)).
+        folder: of the checkpoint.
+    """
+
+    depth: int
+    layers: tuple[int, ...]
+    removed: int | None
+    tau_without: float | None
+    tau: float
+    draft_s: float
+    speedup: float
+    folder: str
+
+
+@dataclass
+class Table:
+    """All depths so far, kept in ``prune.json`` after each."""
+
+    settings: dict[str, Any]
+    plain_s: float
+    verify_s: float
+    stages: list[Stage] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        partial = folder / f"{TABLE}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.replace(folder / TABLE)
+
+    @staticmethod
+    def load(folder: Path) -> Table | None:
+        file = folder / TABLE
+        if not file.is_file():
+            return None
+        raw = json.loads(file.read_text())
+        stages = [Stage(**{**one, "layers": tuple(one["layers"])}) for one in raw.pop("stages")]
+        return Table(**raw, stages=stages)
+
+
+def best_stage(table: Table, keep_tau: float = 0.0) -> Stage:
+    """The fastest depth by estimate among those that keep this share of the unpruned τ."""
+    enough = [one for one in table.stages if one.tau >= keep_tau * table.stages[0].tau]
+    return max(enough, key=lambda one: one.speedup)
