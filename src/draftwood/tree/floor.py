@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FORGET = 0.95  # per drafted cycle, of the running speed
+_FORGET = 0.98  # per drafted cycle, of the running speed
 _PATIENCE = 2.0  # plain cycles that may be lost in a row of losing cycles before drafting stops
 _NOISY_PATIENCE = 6.0  # by what was really accepted: quicker to see a change, and noisier
 _PROBING = 0.008  # share of the time that looking again may cost
