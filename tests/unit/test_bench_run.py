@@ -223,3 +223,27 @@ def test_usage_errors_before_anything_is_loaded(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*base, *wrong])
         assert result.exit_code == 2, result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_folder(tmp_path / "tiny")
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"turns": ["abcabc"]}\n{"turns": ["xyz"]}\n', encoding="utf-8")
+    command = ["bench", "--out", str(tmp_path / "out"), "--target", str(folder), "-d", "lookup",
+               "--data", str(data), "-n", "6", "-m", "ar,chain"]  # fmt: skip
+    run, calls = own.OwnRunner.run, []
+
+    def interrupted(self: own.OwnRunner, requests: Sequence[Request]) -> Batch:
+        calls.append(requests)
+        if len(calls) == 5:  # two warm-ups, two results
+            raise KeyboardInterrupt
+        return run(self, requests)
+
+    monkeypatch.setattr(own.OwnRunner, "run", interrupted)
+    stopped = CliRunner().invoke(app, command)
+    assert stopped.exit_code == 130, stopped.output
+    assert "2 results" in stopped.stderr
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "4 results" in done.stderr
+    assert "2 of them new" in done.stderr

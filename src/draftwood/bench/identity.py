@@ -36,7 +36,7 @@ def check(
         runners: of plain decoding and of the method.
         eos_token_ids: the target's.
     """
-    findings = []
+    findings: list[dict[str, Any]] = []
     for index, (left, right) in enumerate(zip(reference, outputs, strict=True)):
         position = first_divergence(left, right)
         if position is None:

@@ -31,7 +31,8 @@ def differences(results: Results, left: str, right: str) -> list[Difference]:
     """Paired by prompt, per set and temperature and over all sets; without repetitive outputs."""
     found = []
     for temperature in results.temperatures:
-        taus, speeds = [], []
+        taus: list[list[float]] = []
+        speeds: list[tuple[list[float], list[float]]] = []
         for name in results.sets:
             mine, theirs = (
                 [t for t in results.turns if not t.repetitive

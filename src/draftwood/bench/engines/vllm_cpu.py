@@ -5,13 +5,16 @@ hub id. vLLM's offline interface does not stream: first tokens are timed by its 
 where it keeps them, and inter-token latencies are not known.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 import time
+from typing import Any
 
 
-def main():
+def main() -> None:
     """Answer JSON lines until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints is no answer
@@ -30,7 +33,7 @@ def main():
         answers.flush()
 
 
-def load(message):
+def load(message: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """(engine, versions)."""
     os.environ.setdefault("OMP_NUM_THREADS", str(message["threads"]))
     try:
@@ -48,7 +51,7 @@ def load(message):
     return engine, {"vllm": vllm.__version__}
 
 
-def run(engine, requests):
+def run(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """Outputs of requests that are sent at once."""
     from vllm import SamplingParams
 
@@ -69,7 +72,7 @@ def run(engine, requests):
     return {"outputs": [describe(one, wall_s) for one in results], "wall_s": wall_s}
 
 
-def describe(result, wall_s):
+def describe(result: Any, wall_s: float) -> dict[str, Any]:
     """One output in the words of the protocol."""
     completion = result.outputs[0]
     tokens = list(completion.token_ids)

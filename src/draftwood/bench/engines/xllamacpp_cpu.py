@@ -4,15 +4,18 @@ Runs in an environment with ``pip install xllamacpp``; the model is a GGUF file.
 counted and timed as the server streams them.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 import threading
 import time
 import urllib.request
+from typing import Any
 
 
-def main():
+def main() -> None:
     """Answer JSON lines until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints is no answer
@@ -31,7 +34,7 @@ def main():
         answers.flush()
 
 
-def load(message):
+def load(message: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """(server, versions)."""
     try:
         import xllamacpp
@@ -50,12 +53,12 @@ def load(message):
     return xllamacpp.Server(params), {"xllamacpp": xllamacpp.__version__}
 
 
-def run(server, requests):
+def run(server: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """Outputs of requests that are sent at once."""
-    outputs = [None] * len(requests)
+    outputs: list[Any] = [None] * len(requests)
     begin = time.perf_counter()
 
-    def one(index):
+    def one(index: int) -> None:
         outputs[index] = complete(server, requests[index], begin)
 
     threads = [threading.Thread(target=one, args=(index,)) for index in range(len(requests))]
@@ -70,7 +73,7 @@ def run(server, requests):
     return {"outputs": outputs, "wall_s": wall_s}
 
 
-def complete(server, request, begin):
+def complete(server: Any, request: dict[str, Any], begin: float) -> dict[str, Any]:
     """One streamed completion, by the server's own address: only there tokens have numbers."""
     body = {
         "prompt": request["prompt_ids"],
@@ -89,7 +92,9 @@ def complete(server, request, begin):
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    arrivals, tokens, final = [], [], {}
+    arrivals: list[list[float]] = []
+    tokens: list[int] = []
+    final: dict[str, Any] = {}
     with urllib.request.urlopen(message) as stream:
         for line in stream:
             if not line.startswith(b"data: "):

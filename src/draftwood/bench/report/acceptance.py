@@ -37,16 +37,14 @@ def histogram(results: Results, temperature: float) -> Chart | None:
     if not found:
         return None
     longest = max(max(counts) for counts in found.values())
-    lengths = np.arange(1, longest + 1)
+    lengths = list(range(1, longest + 1))
     figure, axes = new_figure(height=2.7)
     width, rows = 0.82 / len(found), []
     for number, (method, counts) in enumerate(found.items()):
         shares = np.array([counts[length] for length in lengths]) / counts.total()
-        places = lengths + (number - (len(found) - 1) / 2) * width
+        places = np.array(lengths) + (number - (len(found) - 1) / 2) * width
         axes.bar(places, shares, width * 0.94, color=color_of(results, method), label=method)
-        rows += [
-            (method, int(n), counts[n], float(s)) for n, s in zip(lengths, shares, strict=True)
-        ]
+        rows += [(method, n, counts[n], float(s)) for n, s in zip(lengths, shares, strict=True)]
     axes.set_xticks(lengths)
     axes.grid(axis="x", visible=False)
     axes.set(xlabel="tokens per cycle, bonus token included", ylabel="share of cycles")

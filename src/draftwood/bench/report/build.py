@@ -180,7 +180,7 @@ def _method_section(results: Results) -> str:
 def _results_rows(found: Sequence[Cell]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     header = ("set", "temperature", "method", "prompts", "tokens_per_s", "speedup", "speedup_low",
               "speedup_high", "tau", "tau_low", "tau_high", "ttft_s")  # fmt: skip
-    rows = []
+    rows: list[Sequence[Any]] = []
     for c in found:
         spans = [
             part
@@ -195,7 +195,7 @@ def _results_rows(found: Sequence[Cell]) -> tuple[Sequence[str], list[Sequence[A
 def _pair_rows(results: Results) -> tuple[Sequence[str], list[Sequence[Any]]]:
     header = ("set", "temperature", "method", "tau_gain", "tau_low", "tau_high", "speed",
               "speed_low", "speed_high")  # fmt: skip
-    rows = []
+    rows: list[Sequence[Any]] = []
     for method in results.methods if "chain" in results.methods else []:
         if method in ("chain", REFERENCE):
             continue

@@ -119,7 +119,8 @@ def budget_curve(results: Results, cells: Sequence[Cell], temperature: float) ->
     axes.minorticks_off()
     handles = [*axes.get_legend_handles_labels()[0], *other.get_legend_handles_labels()[0]]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=4)
-    rows = [("speedup", budget, one.value, one.low, one.high) for budget, one in points]
+    rows: list[tuple[Any, ...]] = []
+    rows += [("speedup", budget, one.value, one.low, one.high) for budget, one in points]
     rows += [("verify_ms", nodes, value, "", "") for nodes, value in latency]
     return Chart(
         f"budget-T{temperature:g}", f"Speedup by budget at temperature {temperature:g}",

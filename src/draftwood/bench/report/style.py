@@ -71,7 +71,8 @@ def look() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise ImportError('reports need matplotlib: pip install "draftwood[bench]"') from error
-    with matplotlib.rc_context(_SETTINGS):
+    settings: Any = _SETTINGS
+    with matplotlib.rc_context(settings):
         yield
 
 
