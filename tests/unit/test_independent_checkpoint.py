@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draftwood.cli.info import drafter_facts
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import (
     fingerprint,
@@ -74,6 +75,13 @@ def test_borrowing_saves_no_tables(tmp_path: Path) -> None:
         expected = network.logits(network(IDS, torch.tensor([[11]]), BLOCK)[1])
         mine = drafter._network.logits(drafter._network(IDS, torch.tensor([[11]]), BLOCK)[1])
     torch.testing.assert_close(mine, expected)
+
+
+def test_its_facts_are_shown(tmp_path: Path) -> None:
+    facts = drafter_facts(str(save(tmp_path / "draft", made(borrows=True))))
+    assert facts["block size"] == "4 (drafts 3 tokens)"
+    assert facts["layers"] == "3 (of its body: 0 2 3)"
+    assert facts["embeddings and head"] == "the target's"
 
 
 def test_other_vocabularies_and_tokenizers_are_refused(tmp_path: Path) -> None:
