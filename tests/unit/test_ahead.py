@@ -30,6 +30,7 @@ from draftwood.ahead.messages import (
     Reply,
     Request,
 )
+from draftwood.ahead.miss import MissDepth
 from draftwood.ahead.outcomes import Outcomes, branch_tree
 from draftwood.ahead.pace import Pace
 from draftwood.ahead.planner import AheadOptions
@@ -200,6 +201,23 @@ def test_without_room_for_more_tokens_nothing_is_drafted_ahead() -> None:
     drafter.wait_ready()
     outputs = run(drafter, SamplingParams(max_new_tokens=1))
     assert all(c.ahead is None or c.ahead.num_branches == 0 for o in outputs for c in o.cycles)
+
+
+def test_sequences_come_and_go() -> None:
+    drafter = AheadDrafter(InThread.of(independent()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    engine = Engine(target(), drafter, Fixed(4), max_batch=2)
+    ids = [engine.add(prompt, GREEDY) for prompt in [*PROMPTS, PROMPTS[0]]]
+    done: dict[int, list[int]] = {}
+    for number in range(200):
+        if number == 3:
+            engine.abort(ids[1])
+        for event in engine.step():
+            if event.output is not None:
+                done[event.seq_id] = event.output.token_ids
+    texts = reference()
+    assert [done[ids[0]], done[ids[2]], done[ids[3]]] == [texts[0], texts[2], texts[0]]
+    assert drafter.counters == {"starts": 1}
 
 
 def test_a_chat_that_goes_back_drafts_on() -> None:
@@ -506,6 +524,21 @@ def test_open_branches_are_used_where_they_pay() -> None:
         pace.observe_tokens("miss", 4)
     assert not pace.takes_soft(rest_s=0.030)  # 2 in 30 ms against 4 in 40 ms
     assert pace.takes_soft(rest_s=0.008)  # 2 in 8 ms against 4 in 18 ms
+
+
+@pytest.mark.parametrize(("half_s", "whole"), [(0.002, False), (0.009, True)])
+def test_half_a_block_is_drafted_where_it_is_faster(half_s: float, whole: bool) -> None:
+    """Tokens 2 and 9 in turn: half of 8 keeps 2 and 5."""
+    misses = MissDepth()
+    asked = []
+    for number in range(40):
+        depth = misses.depth(8, rest_s=0.004)
+        asked.append(depth)
+        misses.observe(depth == 8, 0.010 if depth == 8 else half_s)
+        if depth == 8:
+            misses.observe_tokens((2, 9)[number % 2])
+    assert {4, 8} <= set(asked)
+    assert (asked[-1] == 8) == whole
 
 
 def test_emulation_leaves_the_drafter_as_it_was() -> None:

@@ -166,8 +166,8 @@ class ProcessChannel:
         try:
             while (request := self._outgoing.get()) is not None:
                 self._pipe.send(request)
-        except OSError:
-            return  # ``receive`` will notice
+        except Exception:  # the worker is gone, or a request cannot be pickled
+            self._process.kill()  # ``receive`` notices at once
 
 
 def _run_process(pipe: Connection, options: InProcess) -> None:
