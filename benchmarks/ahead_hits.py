@@ -32,6 +32,7 @@ from draftwood.tree.tree import ScoredPrefixes
 
 NUM_PREFIXES = 4096
 NUM_RESAMPLES = 2000
+BEST = "most probable"
 
 
 class Wide:
@@ -69,7 +70,7 @@ def choices(block_size: int, budget: int) -> dict[str, tuple[Choice, int]]:
     """Choices of branches with their number at N_async ≤ budget."""
     branches = budget // block_size - 1
     found: dict[str, tuple[Choice, int]] = {
-        "most probable": (Named(), branches),
+        BEST: (Named(), branches),
         "most probable, also open ones": (Likeliest(), branches),
         "best grid of each cycle": (Grid(), branches),
     }
@@ -129,7 +130,7 @@ def collect(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[
 
 
 def rates(kinds: list[list[dict[str, str]]], name: str) -> dict[str, Any]:
-    """Hit rates of one choice, with a bootstrap interval over prompts."""
+    """Hit rates of one choice, and what it lacks to the most probable, over prompts."""
     counts = {
         kind: np.array([sum(c[name] == kind for c in cycles) for cycles in kinds])
         for kind in ("hit", "end", "soft")
@@ -138,10 +139,18 @@ def rates(kinds: list[list[dict[str, str]]], name: str) -> dict[str, Any]:
     hits = counts["hit"] + counts["end"]
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(kinds), size=(NUM_RESAMPLES, len(kinds)))
-    spread = hits[drawn].sum(1) / sizes[drawn].sum(1)
+    best = np.array([sum(c[BEST] in ("hit", "end") for c in cycles) for cycles in kinds])
+
+    def interval(counts: np.ndarray) -> list[float]:
+        rates = counts[drawn].sum(1) / sizes[drawn].sum(1)
+        low, high = np.quantile(rates, [0.025, 0.975]).tolist()
+        return [low, high]
+
     return {
         "hit_rate": float(hits.sum() / sizes.sum()),
-        "interval_95": np.quantile(spread, [0.025, 0.975]).tolist(),
+        "interval_95": interval(hits),
+        "behind": float((best - hits).sum() / sizes.sum()),
+        "behind_95": interval(best - hits),
         **{kind: float(count.sum() / sizes.sum()) for kind, count in counts.items()},
     }
 
@@ -162,9 +171,11 @@ def main() -> None:
     print(f"{len(tokens)} cycles, {np.mean(tokens):.2f} tokens each; N_async = {args.n_async}")
     for name, row in found.items():
         low, high = row["interval_95"]
+        less, more = row["behind_95"]
         print(
             f"{name:30} {row['hit_rate']:.3f} [{low:.3f}, {high:.3f}] = "
-            f"foreseen {row['hit']:.3f} + whole path {row['end']:.3f}; open {row['soft']:.3f}"
+            f"foreseen {row['hit']:.3f} + whole path {row['end']:.3f}; open {row['soft']:.3f}; "
+            f"behind {row['behind']:.3f} [{less:.3f}, {more:.3f}]"
         )
     save(
         args.name, machine=machine(), settings=vars(args), block_size=block_size,

@@ -141,13 +141,23 @@ def test_a_hit_is_what_would_have_been_drafted(
     assert isinstance(reply, Drafted)
     assert reply.sources == ("hit",)
     assert reply.draft_s is None
+    same_as_fresh(reply.scored, make(), after)
+    # What was kept of the path serves the next draft as well.
+    desk.handle(Observe((Committed(0, len(after.token_ids) - 1, [bonus], None, [], 0),)))
+    later = context([*after.token_ids, 12])
+    reply = desk.handle(Draft(2, outbox.updates([later]), LIMITS, 99, allow_soft=False))
+    assert isinstance(reply, Drafted)
+    assert reply.sources == ("miss",)
+    same_as_fresh(reply.scored, make(), later)
 
-    fresh = make()
-    fresh.observe([Committed(0, 0, after.token_ids[:-1], None, [], 0)])
-    wanted = fresh.propose([after], LIMITS)
-    assert reply.scored.counts.tolist() == wanted.counts.tolist()
-    assert reply.scored.token_ids.tolist() == wanted.token_ids.tolist()
-    np.testing.assert_allclose(reply.scored.log_probs, wanted.log_probs, atol=1e-4)
+
+def same_as_fresh(scored: ScoredPrefixes, fresh: Drafter, context: DraftContext) -> None:
+    """Equal to what a drafter says that sees these tokens for the first time."""
+    fresh.observe([Committed(0, 0, context.token_ids[:-1], None, [], 0)])
+    wanted = fresh.propose([context], LIMITS)
+    assert scored.counts.tolist() == wanted.counts.tolist()
+    assert scored.token_ids.tolist() == wanted.token_ids.tolist()
+    np.testing.assert_allclose(scored.log_probs, wanted.log_probs, atol=1e-4)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
