@@ -24,15 +24,13 @@ class Throughput:
 
 
 def throughputs(results: Results) -> list[Throughput]:
-    """By temperature, method and concurrency; empty unless several concurrencies were measured."""
+    """By temperature, method and concurrency."""
     groups: dict[tuple[float, str, int], list[tuple[int, float]]] = defaultdict(list)
     for record in results.records.values():
         if record["turn"] == 0:
             tokens = sum(len(one["token_ids"]) for one in record["sequences"])
             key = record["temperature"], record["method"], record["concurrency"]
             groups[key].append((tokens, record["wall_s"]))
-    if len({concurrency for _, _, concurrency in groups}) < 2:
-        return []
     return [
         Throughput(t, method, concurrency, ratio([n for n, _ in rows], [s for _, s in rows]))
         for (t, method, concurrency), rows in sorted(groups.items(), key=lambda item: item[0])

@@ -108,11 +108,14 @@ def _results_section(results: Results, found: Sequence[Cell], pictures: Sequence
 
 
 def _pairs_section(results: Results) -> str:
-    found = tables.pair_tables(results)
-    if not any(one.rows for one in found):
-        return ""
-    note = "Differences on the same prompts: an interval above 0 (τ) or 1 (speed) is a real gain."
-    return paragraph(note, "note") + "".join(table(one) for one in found)
+    found = [tables.pair_table(results, temperature) for temperature in results.temperatures]
+    shown = [table(one) for one in found if one is not None]
+    note = (
+        "Differences on the same prompts: τ minus the chain's, and seconds per token of the chain "
+        "over the method's. An interval of τ above 0, or of the speed above 1, is a real gain; τ "
+        "is emphasised where it is."
+    )
+    return paragraph(note, "note") + "".join(shown) if shown else ""
 
 
 def _latency_section(results: Results, found: Sequence[Cell]) -> str:

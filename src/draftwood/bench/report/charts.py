@@ -214,7 +214,7 @@ def budgets_over_time(results: Results, temperature: float) -> Chart | None:
 def concurrency(results: Results, temperature: float) -> Chart | None:
     """Output tokens per second by the number of requests at once."""
     found = [one for one in throughputs(results) if one.temperature == temperature]
-    if not found:
+    if len({one.concurrency for one in found}) < 2:
         return None
     figure, axes = new_figure()
     for method in results.methods:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftwood.bench.methods import REFERENCE
-from draftwood.bench.pairs import differences
+from draftwood.bench.pairs import Difference, differences
 from draftwood.bench.published import Source
 from draftwood.bench.statistics import Interval
 from draftwood.bench.summary import ALL_SETS, Cell, Results
@@ -143,23 +143,30 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1e}"
 
 
-def pair_tables(results: Results) -> list[Table]:
-    """Every tree method against the chain, paired by prompt."""
+def pair_table(results: Results, temperature: float) -> Table | None:
+    """τ and speed of every tree method against the chain, paired by prompt."""
     adaptive = ("auto", "convex", "roofline")
     trees = [m for m in results.methods if m.startswith("tree:") or m in adaptive]
-    if "chain" not in results.methods:
-        return []
-    tables = []
-    for method in trees:
-        rows = []
-        for one in differences(results, method, "chain"):
-            tau, tau_span = _interval(one.tau)
-            speed, speed_span = _interval(one.speed, "×")
-            name = Entry(one.set_name, [f"temperature {one.temperature:g}"])
-            rows.append([name, Entry(tau, [tau_span]), Entry(speed, [speed_span])])
-        header = ["set", f"τ({method}) − τ(chain)", "speed over chain"]
-        tables.append(Table(f"{method} against chain", header, rows))
-    return tables
+    if "chain" not in results.methods or not trees:
+        return None
+    found = {
+        (one.set_name, method): one
+        for method in trees
+        for one in differences(results, method, "chain")
+        if one.temperature == temperature
+    }
+    sets = sorted(dict.fromkeys(name for name, _ in found), key=lambda name: name == ALL_SETS)
+    rows = [[Entry(name), *(_gain(found.get((name, m))) for m in trees)] for name in sets]
+    header = ["set", *(f"{method} − chain" for method in trees)]
+    return Table(f"Temperature {temperature:g}", header, rows) if rows else None
+
+
+def _gain(one: Difference | None) -> Entry:
+    if one is None or one.tau is None:
+        return Entry("–")
+    speed, speed_span = _interval(one.speed, "×")
+    below = [f"{one.tau.low:+.2f} to {one.tau.high:+.2f}", f"speed {speed} ({speed_span})"]
+    return Entry(f"τ {one.tau.value:+.2f}", below, one.tau.value, strong=one.tau.low > 0)
 
 
 def published_table(cells: Sequence[Cell], source: Source, temperature: float) -> Table | None:
