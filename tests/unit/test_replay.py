@@ -47,7 +47,8 @@ CURVE = {"widths": [1, 8, 9, 64], "seconds": [0.04, 0.045, 0.06, 0.2], "context_
          "draft_s": None}  # fmt: skip
 SHAPE = {"num_layers": 30, "hidden_size": 576, "query_size": 576, "kv_size": 192, "num_heads": 9,
          "ffn_size": 1536, "vocab_size": 49152, "bytes_per_value": 4}  # fmt: skip
-DETAILS = {"target": "t", "drafter": "d", "name": "made up", "temperature": 0.0,
+DETAILS = {"target": "t", "drafter": "d", "drafter_type": "BlockDiffusionDrafter",
+           "name": "made up", "temperature": 0.0,
            "max_nodes": MAX_NODES, "horizon": HORIZON, "target_shape": SHAPE,
            "draft_shape": {**SHAPE, "num_layers": 2}, "block_size": HORIZON + 1, "curve": CURVE,
            "device": "cpu", "other_s": 0.001, "walk_s": 0.008}  # fmt: skip
@@ -209,7 +210,8 @@ def test_rooflines_follow_the_peaks() -> None:
     assert roofline_machine(recording, "A100", GPUS["A100"]).is_simulation
     with pytest.raises(ValueError, match="peak"):
         Peaks(0, 1e12)
-    unknown = Recording(recording.texts, {**DETAILS, "draft_shape": None, "drafter": "some/model"})
+    other = {**DETAILS, "draft_shape": None, "drafter": "some/model", "drafter_type": "Other"}
+    unknown = Recording(recording.texts, other)
     with pytest.raises(ValueError, match="some/model"):
         roofline_machine(unknown, "A100", GPUS["A100"])
 

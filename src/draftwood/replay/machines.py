@@ -160,11 +160,11 @@ def _draft_s(recording: Recording, peaks: Peaks, overhead_s: float, context_len:
     if details["draft_shape"] is not None:
         fit = _fit(details["draft_shape"], peaks, overhead_s)
         return float(fit.seconds(np.array([float(details["block_size"])]), context_len)[0])
-    if details["drafter"].split()[0] in ("lookup", "LookupDrafter"):
+    if details["drafter_type"] == "LookupDrafter":
         return measured_machine(recording).drafting_s  # runs on the host wherever the target runs
     raise ValueError(
         f"the passes of drafter {details['drafter']!r} on another machine are not known; record a "
-        "block-diffusion drafter or 'lookup'"
+        "block-diffusion drafter or 'lookup', or simulate without GPUs"
     )
 
 

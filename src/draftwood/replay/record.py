@@ -76,6 +76,7 @@ def record(
             "name": name,
             "target": str(getattr(target.model.config, "name_or_path", "")),
             "drafter": drafter_name or type(drafter).__name__,
+            "drafter_type": type(drafter).__name__,
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
             "max_nodes": max_nodes,

@@ -91,9 +91,10 @@ class Recording:
 
     Attributes:
         texts: in the order they were decoded.
-        details: ``target``, ``drafter``, ``name`` of the prompts, ``temperature``, ``max_nodes``,
-            ``horizon``, ``target_shape`` and ``draft_shape`` (or None), ``block_size``, ``curve``
-            (the measured calibration), ``other_s`` and ``walk_s`` per token.
+        details: ``target``, ``drafter``, ``drafter_type`` (class), ``name`` of the prompts,
+            ``temperature``, ``max_nodes``, ``horizon``, ``target_shape`` and ``draft_shape`` (or
+            None), ``block_size``, ``device``, ``curve`` (the measured calibration), ``other_s``
+            and ``walk_s`` per token.
     """
 
     texts: Sequence[RecordedText]
@@ -113,8 +114,9 @@ class Recording:
 
 
 _ARRAYS = ("log_probs", "parents", "path", "chain_log_probs", "chain_accepted", "draft_s")
-_DETAILS = ("target", "drafter", "name", "temperature", "max_nodes", "horizon", "target_shape",
-            "draft_shape", "block_size", "curve", "other_s", "walk_s")  # fmt: skip
+_DETAILS = ("target", "drafter", "drafter_type", "name", "temperature", "max_nodes", "horizon",
+            "target_shape", "draft_shape", "block_size", "device", "curve", "other_s",
+            "walk_s")  # fmt: skip
 
 
 def save_recording(path: str | Path, recording: Recording) -> None:
