@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.bench.engines.base import Runner
+from draftwood.bench.engines.worker import SCRIPTS
 from draftwood.bench.identity import check
 from draftwood.bench.measure import measured
 from draftwood.bench.methods import REFERENCE, Bench, Method, open_runner, parse_method
@@ -63,8 +64,7 @@ def room_for(
     bench: Bench, decoding: Decoding, max_prompt_len: int | None
 ) -> Callable[[Task], bool]:
     """Whether a task's first prompt leaves room for the output."""
-    limits = [n for n in (bench.target.max_len, bench.context_len) if n is not None]
-    most = min(limits) - decoding.max_new_tokens
+    most = bench.max_len - decoding.max_new_tokens
     if max_prompt_len is not None:
         most = min(most, max_prompt_len)
     return lambda task: len(encode(bench.target, task, (), thinking=decoding.thinking)) <= most
@@ -129,7 +129,8 @@ class Harness:
         return [m for m in self.methods if limits[m] is None or unit.concurrency <= limits[m]]  # type: ignore[operator]
 
     def _runner(self, method: Method, temperature: float) -> Runner:
-        key = method.name, temperature
+        # An outside engine is a process with a copy of the model: one serves all temperatures.
+        key = method.name, -1.0 if method.engine in SCRIPTS else temperature
         if key not in self._runners:
             self._runners[key] = open_runner(method, self.bench, temperature)
         return self._runners[key]
@@ -143,8 +144,7 @@ class Harness:
                 return None
             texts = [reply for reply in replies if reply is not None]
             ids = encode(self.bench.target, task, texts, thinking=self.decoding.thinking)
-            limits = [n for n in (self.bench.target.max_len, self.bench.context_len) if n]
-            if len(ids) + self.decoding.max_new_tokens > min(limits):
+            if len(ids) + self.decoding.max_new_tokens > self.bench.max_len:
                 return None
             params = SamplingParams(
                 temperature=unit.temperature,

