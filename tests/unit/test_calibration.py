@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -47,6 +48,16 @@ def test_calibration_ends_in_time() -> None:
 
     found = calibrate(measure, list(range(1, 1000)), limit_s=0.1)
     assert 1 <= len(found.widths) < 100
+
+
+def test_there_is_time_to_compare_rounds() -> None:
+    laps = itertools.count(1)
+
+    def measure(width: int) -> float:
+        time.sleep(0.02)
+        return float(next(laps))
+
+    assert calibrate(measure, list(range(1, 1000)), limit_s=0.3).noise > 0
 
 
 @pytest.mark.parametrize(

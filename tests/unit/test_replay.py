@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 import draftwood as dw
 from draftwood.cli import app
+from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+from draftwood.draft.lookup import LookupDrafter
 from draftwood.draft.ranking import Ranker
 from draftwood.draft.surrogate import Surrogate
 from draftwood.engine import Engine
@@ -133,6 +135,16 @@ def test_a_block_diffusion_replay_takes_the_cycles_of_the_engine(
         output = Engine(target, drafter(), Fixed(16)).generate([prompt], setting)[0]
         assert found.texts[index].num_cycles == output.num_cycles
         assert found.texts[index].num_tokens == len(output.token_ids)
+
+
+def test_the_model_of_a_blend_is_what_takes_time(target: Target) -> None:
+    model = BlockDiffusionDrafter(tiny_draft_network(target), target)
+    drafter = BlendDrafter(model, LookupDrafter())
+    params = dw.SamplingParams(max_new_tokens=6)
+    recording = record(target, drafter, [[5, 6, 5, 6, 5, 6]], params, max_nodes=16)
+    assert recording.details["block_size"] == model.config.block_size
+    machine = roofline_machine(recording, "H100", GPUS["H100"])
+    assert replay(recording, Chain(), machine).num_tokens == 6
 
 
 # ---- properties ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from draftwood.draft.base import Committed, Drafter, DraftLimits
+from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.engine import Engine
 from draftwood.records import Output
@@ -76,7 +77,7 @@ def record(
             "name": name,
             "target": str(getattr(target.model.config, "name_or_path", "")),
             "drafter": drafter_name or type(drafter).__name__,
-            "drafter_type": type(drafter).__name__,
+            "drafter_type": type(_model_of(drafter)).__name__,
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
             "max_nodes": max_nodes,
@@ -198,9 +199,10 @@ def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 
 def _draft_shape(drafter: Drafter) -> dict[str, object]:
     """Shape of a block-diffusion drafter, whose pass is one block; None for others."""
-    if not isinstance(drafter, BlockDiffusionDrafter):
+    model = _model_of(drafter)
+    if not isinstance(model, BlockDiffusionDrafter):
         return {"draft_shape": None, "block_size": None}
-    c = drafter.config
+    c = model.config
     shape = ModelShape(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
@@ -212,3 +214,8 @@ def _draft_shape(drafter: Drafter) -> dict[str, object]:
         bytes_per_value=4,
     )
     return {"draft_shape": asdict(shape), "block_size": c.block_size}
+
+
+def _model_of(drafter: Drafter) -> Drafter:
+    """The part of a drafter whose passes take time."""
+    return drafter.model if isinstance(drafter, BlendDrafter) else drafter

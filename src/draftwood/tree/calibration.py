@@ -66,8 +66,8 @@ def calibrate(
     """Median seconds per width.
 
     All widths are measured once per round, so that a disturbance spoils one round and not one
-    width. Widths that ``limit_s`` leaves no time for in the first round are left out; later
-    rounds are skipped.
+    width. Widths that half of ``limit_s`` leaves no time for in the first round are left out, so
+    that there is a second round to compare with.
 
     Args:
         measure: runs one target pass of that many rows and returns its seconds.
@@ -79,9 +79,10 @@ def calibrate(
     samples: dict[int, list[float]] = {}
     start = time.perf_counter()
     measure(widths[0])
-    for _ in range(repeats):
-        for width in widths:
-            if samples and time.perf_counter() - start > limit_s:
+    for number in range(repeats):
+        deadline = start + (limit_s if number else limit_s / 2)
+        for width in sorted(samples) if number else widths:
+            if samples and time.perf_counter() > deadline:
                 break
             samples.setdefault(width, []).append(measure(width))
     measured = sorted(samples)
