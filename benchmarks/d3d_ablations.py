@@ -34,7 +34,7 @@ from draftwood.train.target_side import ResponseRow, split_rows
 from draftwood.train.trainer import TrainConfig
 
 # name → (λ, pretrained)
-VARIANTS = {"joint": (1.0, True), "blocks-only": (0.0, True), "random-init": (1.0, False)}
+VARIANTS = {"joint": (1.0, True), "random-init": (1.0, False), "blocks-only": (0.0, True)}
 
 
 def parse_args() -> argparse.Namespace:
