@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from draftwood.target import kernels as kernels_module
+from draftwood.target import build_kernels as kernels_module
+from draftwood.target import kernels as choosing_module
 from draftwood.target import lean as lean_module
 from draftwood.target import linear as linear_module
 from draftwood.target.choices import FILE, KernelChoices
@@ -257,7 +258,7 @@ def test_copies_stop_where_memory_ends(monkeypatch):
     monkeypatch.setattr(kernels_module, "available_bytes", lambda: 30_000)
     assert Target(model, kernels=KernelConfig(ALL, memory_share=0.0)).kernels.copied_bytes == 0
     monkeypatch.setattr(
-        kernels_module,
+        choosing_module,
         "choose_kernels",
         lambda _w, known, copies: ((known[min(copies, 1)],) * COLUMNS, False),
     )

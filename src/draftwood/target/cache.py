@@ -44,6 +44,11 @@ class KVCache:
         return self._window
 
     @property
+    def has_buffers(self) -> bool:
+        """False until the first commit: ``append`` then keeps what it is given, as it is."""
+        return bool(self._slots)
+
+    @property
     def num_bytes(self) -> int:
         """Memory held, spare capacity included."""
         return sum(group.num_bytes for group in self._groups)

@@ -46,6 +46,18 @@ class KernelChoices:
             self._write(content)
         return kernels
 
+    def is_faster(self, key: str, measure: Callable[[], bool]) -> bool:
+        """The verdict stored under ``key``; else that of ``measure``, stored."""
+        known = self._read().get(self._setting, {}).get(key)
+        if known in (["yes"], ["no"]):
+            return known == ["yes"]
+        verdict = measure()
+        content = self._read()
+        content.setdefault(self._setting, {})[key] = ["yes" if verdict else "no"]
+        with contextlib.suppress(OSError):
+            self._write(content)
+        return verdict
+
     def _read(self) -> dict[str, dict[str, list[str]]]:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))

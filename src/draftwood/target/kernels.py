@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from draftwood.target.attention import PackedPass
-from draftwood.target.cache import KVCache
 from draftwood.target.choices import KernelChoices
 from draftwood.target.lean import (
     LeanLayer,
@@ -27,18 +25,10 @@ from draftwood.target.lean import (
     rope_factors,
     weights_of,
 )
-from draftwood.target.linear import FastLinear, Kernel, Weights, choose_kernels, default_kernels
-from draftwood.target.memory import available_bytes
+from draftwood.target.linear import FastLinear, Kernel, Weights, choose_kernels
+from draftwood.target.native import Native
+from draftwood.target.native_layer import NativeLayer, NativeLinear, Scratch
 from draftwood.target.watch import Watch
-from draftwood.tree.tree import NO_PARENT, DraftTree
-
-# Models with less weights than this stay as they are: they run from the processor's caches.
-MIN_BYTES = 16 * 2**20
-# Largest accepted ‖fast − own‖ / ‖own‖ of the decoder's output. Rounding stays far below; a layer
-# that was misread lies far above.
-TOLERANCE = 1e-4
-
-Run = Callable[[PackedPass], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,11 +42,14 @@ class KernelConfig:
         memory_share: how much of the memory available at load the copies may take together. A
             shape whose copies no longer fit runs on the model's own weights.
         lean_layers: run layers of the Llama shape in fewer operations.
+        native: run a model whose layers all have the Llama shape on the compiled kernels. None:
+            if there is a compiler, ``candidates`` is None too, and they are the fastest.
     """
 
     candidates: tuple[Kernel, ...] | None = None
     memory_share: float = 0.5
     lean_layers: bool = True
+    native: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_share <= 1:
@@ -76,20 +69,23 @@ class Kernels:
     Attributes:
         linears: all products that were taken over.
         num_lean_layers: layers that run as a whole.
+        is_native: whether layers and head run on the compiled kernels.
     """
 
     def __init__(self) -> None:
         self.linears: list[FastLinear] = []
         self.num_lean_layers = 0
+        self.is_native = False
+        self._native_bytes = 0
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._layers_watch = Watch([])
-        self._head: FastLinear | None = None
+        self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._head_watch = Watch([])
 
     @property
     def copied_bytes(self) -> int:
         """Memory that the copies of the weights take."""
-        return sum(fast.copied_bytes for fast in self.linears)
+        return self._native_bytes + sum(fast.copied_bytes for fast in self.linears)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -133,6 +129,29 @@ class Kernels:
             self._head = self._fast(weights_of(module))
             self._head_watch = Watch([module])
 
+    def add_native(
+        self,
+        native: Native,
+        layers: Sequence[nn.Module],
+        windows: Sequence[int | None],
+        head: nn.Module,
+    ) -> None:
+        """Stand in for ``layers``, all of the right shape, and ``head`` with compiled code."""
+        scratch = Scratch()
+        stand_ins = [
+            NativeLayer(native, layer, window, scratch)
+            for layer, window in zip(layers, windows, strict=True)
+        ]
+        for layer, one in zip(layers, stand_ins, strict=True):
+            self._forwards.append((layer, _lean_forward(layer, one)))
+        self._layers_watch = Watch(layers)
+        self.num_lean_layers, self.is_native = len(layers), True
+        self._native_bytes = sum(one.copied_bytes for one in stand_ins)
+        if is_plain_linear(head):
+            product = NativeLinear(native, weights_of(head))
+            self._head, self._head_watch = product, Watch([head])
+            self._native_bytes += product.copied_bytes
+
     def choose(self, candidates: Sequence[Kernel], spare_bytes: int) -> None:
         """Give every product its kernels by measurement, while memory for copies lasts."""
         choices = KernelChoices(candidates)
@@ -160,74 +179,9 @@ class Kernels:
         return self.linears[-1]
 
 
-def build_kernels(
-    layers: Sequence[nn.Module], head: nn.Module, run: Run, config: KernelConfig
-) -> Kernels:
-    """Kernels for a model: built, compared with its own forward, chosen by measurement.
-
-    Takes a second or two at the first load of a small model. What does not reproduce the model's
-    own output is not used.
-
-    Args:
-        layers: the decoder layers.
-        head: the language model head.
-        run: the decoder's [N, hidden_size] output of a packed pass, whatever forwards its modules
-            have at the moment.
-        config: what may be used.
-    """
-    parts = [part for root in (*layers, head) for part in root.modules()]
-    num_bytes = sum(weights_of(part).num_bytes for part in parts if is_plain_linear(part))
-    if num_bytes < (MIN_BYTES if config.candidates is None else 1):
-        return Kernels()
-    first = _RecordingPass(len(layers))
-    own = run(first)
-    for lean in (True, False) if config.lean_layers else (False,):
-        kernels = Kernels()
-        kernels.add_layers(layers, first.windows, lean)
-        kernels.add_head(head)
-        if not _agrees(own, run, kernels, len(layers)):
-            continue
-        _choose(kernels, config)
-        if _agrees(own, run, kernels, len(layers)):
-            return kernels
-    return Kernels()
-
-
-def _choose(kernels: Kernels, config: KernelConfig) -> None:
-    candidates = default_kernels() if config.candidates is None else config.candidates
-    if len(candidates) == 1:
-        kernels.use(candidates[0])
-    else:
-        kernels.choose(candidates, int(config.memory_share * available_bytes()))
-
-
-@torch.no_grad()
-def _agrees(own: torch.Tensor, run: Run, kernels: Kernels, num_layers: int) -> bool:
-    with kernels.active():
-        fast = run(_RecordingPass(num_layers))
-    return bool((fast - own).norm() <= TOLERANCE * own.norm())
-
-
-class _RecordingPass(PackedPass):
-    """A small packed tree that notes which sliding window each layer gives to its attention."""
-
-    def __init__(self, num_layers: int) -> None:
-        parents = np.array([NO_PARENT, 0, 0, 1, 1, 4, 5, 2])
-        depths = np.array([0, 1, 1, 2, 2, 3, 4, 2])
-        size = len(parents)
-        seq = np.zeros(size, dtype=np.int64)
-        tree = DraftTree(np.arange(size) + 1, parents, depths, seq, np.array([0, size]))
-        super().__init__(tree, [KVCache(num_layers)])
-        self.windows: list[int | None] = []
-
-    def views(
-        self, window: int | None, repeats: int, device: torch.device, dtype: torch.dtype
-    ) -> Any:
-        self.windows.append(window)
-        return super().views(window, repeats, device, dtype)
-
-
-def _lean_forward(layer: nn.Module, lean: LeanLayer) -> Callable[..., torch.Tensor]:
+def _lean_forward(
+    layer: nn.Module, stand_in: LeanLayer | NativeLayer
+) -> Callable[..., torch.Tensor]:
     own = layer.forward
     known: list[Any] = [None, None]  # the last cosines, and the factors made from them
 
@@ -246,7 +200,7 @@ def _lean_forward(layer: nn.Module, lean: LeanLayer) -> Callable[..., torch.Tens
         cos, sin = position_embeddings
         if known[0] is not cos:
             known[:] = [cos, rope_factors(cos, sin)]
-        return lean.forward(hidden_states[0], known[1], draftwood_pass)[None]
+        return stand_in.forward(hidden_states[0], known[1], draftwood_pass)[None]
 
     return forward
 

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from draftwood.target import support
 from draftwood.target.attention import NAME, PASS_KEYWORD, PackedPass
+from draftwood.target.build_kernels import build_kernels
 from draftwood.target.cache import KVCache
-from draftwood.target.kernels import DEFAULT_KERNELS, KernelConfig, Kernels, build_kernels
+from draftwood.target.kernels import DEFAULT_KERNELS, KernelConfig, Kernels
 from draftwood.target.probe import check_parity
 from draftwood.tree.tree import DraftTree
 

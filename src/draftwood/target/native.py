@@ -1,0 +1,150 @@
+"""The compiled kernels of ``native.cpp``: built once per machine with its C++ compiler, if any."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from ctypes import CDLL, RTLD_GLOBAL, c_float, c_int, c_long, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwood.target.store import cache_dir
+
+SOURCE = Path(__file__).with_name("native.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-O3", "-march=native", "-fopenmp", "-fno-exceptions", "-fno-rtti", "-fno-trapping-math",
+    "-fno-math-errno", "-fno-threadsafe-statics", "-fPIC", "-shared", "-nostdlib",
+)  # fmt: skip
+LIBRARIES = ("-lc", "-lm")
+TIMEOUT_S = 60.0
+ALIGNMENT = 64  # bytes
+
+
+class Linear(ctypes.Structure):
+    """As in ``native.cpp``."""
+
+    _fields_ = (("w", c_void_p), ("bias", c_void_p), ("K", c_long), ("O", c_long))
+
+
+class View(ctypes.Structure):
+    """As in ``native.cpp``."""
+
+    _fields_ = (
+        ("K", c_void_p), ("V", c_void_p), ("k_head", c_long), ("k_row", c_long),
+        ("v_head", c_long), ("v_row", c_long), ("mask", c_void_p), ("mask_row", c_long),
+        ("start", c_long), ("n", c_long), ("L", c_long), ("causal", c_long),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """As in ``native.cpp``."""
+
+    _fields_ = (
+        ("qkv", Linear), ("out", Linear), ("gate_up", Linear), ("down", Linear),
+        ("norm_in", c_void_p), ("norm_mlp", c_void_p), ("norm_q", c_void_p), ("norm_k", c_void_p),
+        ("eps_in", c_float), ("eps_mlp", c_float), ("eps_q", c_float), ("eps_k", c_float),
+        ("scale", c_float), ("H", c_long), ("I", c_long), ("heads", c_long), ("kv_heads", c_long),
+        ("D", c_long),
+    )  # fmt: skip
+
+
+class Native:
+    """The loaded library.
+
+    Attributes:
+        panel: outputs per panel of packed weights.
+        vector: floats per vector; head sizes must be a multiple.
+        qkv, rest, linear: see ``native.cpp``.
+    """
+
+    def __init__(self, library: CDLL) -> None:
+        library.dw_qkv.argtypes = [c_void_p] * 6 + [c_long, c_int]
+        library.dw_rest.argtypes = [c_void_p] * 4 + [c_long] + [c_void_p] * 4 + [c_long, c_int]
+        library.dw_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        library.dw_pack.argtypes = [c_void_p, c_void_p, c_long, c_long, c_long, c_int]
+        self.qkv: Callable[..., Any] = library.dw_qkv
+        self.rest: Callable[..., Any] = library.dw_rest
+        self.linear: Callable[..., Any] = library.dw_linear
+        self._pack: Callable[..., Any] = library.dw_pack
+        self.panel = int(library.dw_panel())
+        self.vector = int(library.dw_vector())
+
+    def packed(self, *matrices: torch.Tensor) -> torch.Tensor:
+        """Matrices [out, in] of one shape in panels of ``panel`` outputs, those of all in turn."""
+        outputs, inputs = matrices[0].shape
+        stride = len(matrices)
+        size = -(-outputs // self.panel) * self.panel * inputs
+        buffer = _aligned(size * stride)
+        for index, matrix in enumerate(matrices):
+            assert matrix.shape == (outputs, inputs)
+            start = buffer.data_ptr() + 4 * index * self.panel * inputs
+            rows = matrix.contiguous()
+            threads = torch.get_num_threads()
+            self._pack(rows.data_ptr(), start, inputs, outputs, stride, threads)
+        return buffer
+
+
+def _aligned(size: int) -> torch.Tensor:
+    """[size] float32 that start on a cache line."""
+    buffer = torch.empty(size + ALIGNMENT // 4)
+    offset = -buffer.data_ptr() % ALIGNMENT // 4
+    return buffer[offset : offset + size]
+
+
+@lru_cache(maxsize=1)
+def load_native() -> Native | None:
+    """The kernels, compiled into the cache folder at the first call on a machine.
+
+    None where they cannot be had: no Linux, no compiler, a build of torch without its own OpenMP
+    library (two in one process would fight over the cores), or a failed compilation.
+    """
+    if sys.platform != "linux":
+        return None
+    openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if openmp is None or compiler is None:
+        return None
+    try:
+        file = cache_dir() / f"native-{_build_key(compiler)}.so"
+        if not file.is_file():
+            _compile(compiler, file)
+        CDLL(str(openmp), mode=RTLD_GLOBAL)  # the library's own calls find torch's threads
+        return Native(CDLL(str(file)))
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _build_key(compiler: str) -> str:
+    """Changes with everything that the compiled code depends on."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=True
+    )
+    parts = [SOURCE.read_bytes(), version.stdout, repr((FLAGS, LIBRARIES)).encode()]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = ("flags", "Features", "model name")
+        parts += [next((x for x in lines if x.startswith(name)), "").encode() for name in names]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compile(compiler: str, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=file.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *FLAGS, str(SOURCE), "-o", name, *LIBRARIES]
+        subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
+        os.replace(name, file)
+    finally:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,196 @@
+"""The compiled kernels: right for all row counts, shapes and windows; gone where they must be."""
+
+from __future__ import annotations
+
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.target import build_kernels as kernels_module
+from draftwood.target import native as native_module
+from draftwood.target.kernels import KernelConfig
+from draftwood.target.linear import Weights, plain
+from draftwood.target.model import Target
+from draftwood.target.native import Native, load_native
+from draftwood.target.native_layer import NativeLinear
+from draftwood.target.probe import check_parity
+from draftwood.tree.tree import NO_PARENT, DraftTree
+from tiny import tiny_model
+
+WIDE = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 200}
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTWOOD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        load_native.cache_clear()
+        found = load_native()
+    if found is None:
+        pytest.skip("no C++ compiler or no OpenMP of torch's own")
+    return found
+
+
+def model_of(family: str, **options):
+    return tiny_model(family, dtype=torch.float32, **{**WIDE, **options})
+
+
+def tree_of(size: int, seed: int = 0) -> DraftTree:
+    rng = np.random.default_rng(seed)
+    parents = np.array([NO_PARENT] + [int(rng.integers(0, i)) for i in range(1, size)])
+    depths = np.zeros(size, np.int64)
+    for node in range(1, size):
+        depths[node] = depths[parents[node]] + 1
+    tokens = rng.integers(2, 90, size)
+    return DraftTree(tokens, parents, depths, np.zeros(size, np.int64), np.array([0, size]))
+
+
+def passes(target: Target, sizes: list[int]) -> list[torch.Tensor]:
+    """Logits of a prompt longer than every window, then of trees of these sizes behind it."""
+    cache = target.new_cache()
+    prompt = DraftTree.chain(np.random.default_rng(0).integers(2, 90, 150).tolist())
+    found = [target.logits(target.forward(prompt, [cache]).hidden)]
+    cache.commit(np.arange(150))
+    for size in sizes:
+        found.append(target.logits(target.forward(tree_of(size), [cache]).hidden))
+        cache.commit(np.array([0]))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 140),
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 120),
+    has_bias=st.booleans(),
+)
+def test_the_product(native: Native, rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows * 1000 + inputs)
+    matrix = torch.randn(outputs, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator) if has_bias else None
+    x = torch.randn(rows, inputs, generator=generator)
+    weights = Weights((matrix,), None if bias is None else (bias,))
+    got = NativeLinear(native, weights)(x)
+    want = torch.nn.functional.linear(
+        x.double(), matrix.double(), bias.double() if has_bias else None
+    )
+    assert (got - want).norm() <= 1e-5 * want.norm()
+    one = NativeLinear(native, weights)(x[-1:])
+    assert torch.equal(one[0], got[-1])  # a row's sums do not depend on its company
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_models_own_logits(native: Native, family: str, threads: int) -> None:
+    model = model_of(family)
+    own = Target(model, kernels=None, probe=False)
+    fast = Target(model, kernels=KernelConfig(native=True), probe=False)
+    assert fast.kernels.is_native
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        sizes = [1, 2, 3, 5, 8, 9, 17, 40, 70]
+        for got, want in zip(passes(fast, sizes), passes(own, sizes), strict=True):
+            assert (got - want).norm() <= 1e-5 * want.norm()
+        check_parity(fast)  # several sequences, the path committed in between
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_taps_are_the_layers_outputs(native: Native) -> None:
+    model = model_of("llama")
+    targets = [Target(model, kernels=k, probe=False) for k in (None, KernelConfig(native=True))]
+    own, fast = (
+        target.forward(tree_of(12), [target.new_cache()], (0, 2)).features for target in targets
+    )
+    assert own is not None
+    assert fast is not None
+    assert (own - fast).norm() <= 1e-5 * own.norm()
+
+
+def test_changed_weights_run_on_the_models_own_code(native: Native) -> None:
+    model = model_of("llama")
+    fast = Target(model, kernels=KernelConfig(native=True), probe=False)
+    passes(fast, [4])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+        model.lm_head.weight.add_(0.1)
+    own = Target(model, kernels=None, probe=False)
+    for got, want in zip(passes(fast, [4]), passes(own, [4]), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_nan_is_not_hidden(native: Native) -> None:
+    model = model_of("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight[3, 5] = torch.nan
+    fast = Target(model, kernels=KernelConfig((plain,)), probe=False)
+    kernels = kernels_module.Kernels()
+    layers = list(model.model.layers)
+    kernels.add_native(native, layers, [None] * len(layers), model.lm_head)
+    fast.kernels = kernels
+    assert fast.forward(tree_of(3), [fast.new_cache()]).hidden.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"head_dim": 12}), ("gemma3", {}), ("gpt_oss", {}), ("llama", {"mlp_bias": True})],
+)
+def test_other_shapes_are_left_alone(native: Native, family: str, options: dict) -> None:
+    target = Target(model_of(family, **options), kernels=KernelConfig(native=True), probe=False)
+    assert not target.kernels.is_native
+    assert torch.isfinite(target.forward(tree_of(3), [target.new_cache()]).hidden).all()
+
+
+def test_used_when_faster(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(kernels_module, "MIN_BYTES", 0)
+    seconds = {"native": 1.0, "torch": 2.0}
+    asked = []
+
+    def timed(_run, kernels, _num_layers):
+        asked.append(kernels)
+        return seconds["native" if kernels.is_native else "torch"]
+
+    monkeypatch.setattr(kernels_module, "_pass_s", timed)
+    assert Target(model, probe=False).kernels.is_native
+    seconds["native"] = 3.0
+    assert Target(model, probe=False).kernels.is_native  # the verdict was kept
+    assert len(asked) == 2
+    own = model_of("llama", hidden_size=64)
+    assert not Target(own, probe=False).kernels.is_native
+
+
+def test_built_once_and_not_without_a_compiler(
+    native: Native, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
+    calls = []
+    run = subprocess.run
+
+    def counted(command, **options):
+        calls.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    build = load_native.__wrapped__
+    assert build() is not None
+    assert len([c for c in calls if native_module.FLAGS[0] in c]) == 1
+    assert build() is not None
+    assert len([c for c in calls if native_module.FLAGS[0] in c]) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(native_module, "COMPILERS", ("no-such-compiler",))
+    assert build() is None
+
+
+def test_a_failing_compiler_is_no_error(
+    native: Native, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_module, "FLAGS", ("--no-such-flag",))
+    assert load_native.__wrapped__() is None
+    assert list(tmp_path.iterdir()) == []
