@@ -79,6 +79,25 @@ class KVCache:
         layer_values[:, self._length : end] = values
         return layer_keys[:, :end], layer_values[:, :end]
 
+    def open_window(self, num_rows: int) -> IntArray:
+        """Make room for a window in all layers at once, for code that writes it by address.
+
+        Returns:
+            [num_layers, 6] per layer: addresses of the keys and values of position 0, then
+            distances in elements from head to head and from token to token, of keys, of values.
+        """
+        assert self.has_buffers
+        self._window = num_rows
+        for group in self._groups:
+            group.reserve(self._length + num_rows, keep=self._length)
+        table = np.empty((self.num_layers, 6), dtype=np.int64)
+        for row, (group, slot) in zip(table, self._slots, strict=True):
+            for at, buffer in enumerate((group.keys, group.values)):
+                layer, head, token = buffer.stride()[:3]
+                row[at] = buffer.data_ptr() + slot * layer * buffer.element_size()
+                row[2 + 2 * at : 4 + 2 * at] = head, token
+        return table
+
     def commit(self, rows: IntArray) -> None:
         """Make window rows the next committed tokens, in the given order; drop the others.
 

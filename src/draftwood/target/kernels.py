@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from draftwood.target.lean import (
 from draftwood.target.linear import FastLinear, Kernel, Weights, choose_kernels
 from draftwood.target.native import Native
 from draftwood.target.native_layer import NativeLayer, NativeLinear, Scratch
+from draftwood.target.native_stack import NativeStack
 from draftwood.target.watch import Watch
 
 
@@ -59,6 +60,18 @@ class KernelConfig:
 
 
 DEFAULT_KERNELS = KernelConfig()
+
+
+class StandIn(Protocol):
+    """What runs a layer in its place: [N, hidden_size] → [N, hidden_size]."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        packed: PackedPass,
+        /,
+    ) -> torch.Tensor: ...
 
 
 class Kernels:
@@ -138,15 +151,18 @@ class Kernels:
     ) -> None:
         """Stand in for ``layers``, all of the right shape, and ``head`` with compiled code."""
         scratch = Scratch()
-        stand_ins = [
+        natives = [
             NativeLayer(native, layer, window, scratch)
             for layer, window in zip(layers, windows, strict=True)
         ]
+        stand_ins: Sequence[StandIn] = natives
+        if len({one.widths for one in natives}) == 1:
+            stand_ins = NativeStack(native, natives, scratch).layers()
         for layer, one in zip(layers, stand_ins, strict=True):
             self._forwards.append((layer, _lean_forward(layer, one)))
         self._layers_watch = Watch(layers)
         self.num_lean_layers, self.is_native = len(layers), True
-        self._native_bytes = sum(one.copied_bytes for one in stand_ins)
+        self._native_bytes = sum(one.copied_bytes for one in natives)
         if is_plain_linear(head):
             product = NativeLinear(native, weights_of(head))
             self._head, self._head_watch = product, Watch([head])
@@ -179,9 +195,7 @@ class Kernels:
         return self.linears[-1]
 
 
-def _lean_forward(
-    layer: nn.Module, stand_in: LeanLayer | NativeLayer
-) -> Callable[..., torch.Tensor]:
+def _lean_forward(layer: nn.Module, stand_in: StandIn) -> Callable[..., torch.Tensor]:
     own = layer.forward
     known: list[Any] = [None, None]  # the last cosines, and the factors made from them
 

@@ -213,6 +213,7 @@ struct View {
   long k_head, k_row, v_head, v_row;
   const float *mask;  // [n][L], rows mask_row apart, or null
   long mask_row, start, n, L, causal;
+  float *new_K, *new_V;  // where dw_stack puts the rows' own keys and values
 };
 
 // R query rows over the keys of one head, BK keys at a time with a running maximum.
@@ -429,6 +430,26 @@ void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *v
 #pragma omp barrier
     P = panels(L.down.O);
     linear(L.down, inner, y, n, true, share(P, t, T), share(P, t + 1, T));
+  }
+}
+
+// All layers: outputs[num_layers][n][H]; views[num_layers][num_views].
+void dw_stack(const Layer *layers, long num_layers, const float *x, const float *cosine,
+              const float *sine, const View *views, long num_views, float *h, float *qkv,
+              float *attended, float *inner, float *outputs, long n, int threads) {
+  for (long l = 0; l < num_layers; l++, views += num_views) {
+    const Layer &L = layers[l];
+    dw_qkv(&L, x, cosine, sine, h, qkv, n, threads);
+    for (const View *w = views; w < views + num_views; w++)
+      for (long r = 0; r < w->n; r++)
+        for (long g = 0; g < L.kv_heads; g++) {
+          const float *key = qkv + (w->start + r) * L.qkv.O + (L.heads + g) * L.D;
+          memcpy(w->new_K + g * w->k_head + r * w->k_row, key, L.D * 4);
+          memcpy(w->new_V + g * w->v_head + r * w->v_row, key + L.kv_heads * L.D, L.D * 4);
+        }
+    float *y = outputs + l * n * L.H;
+    dw_rest(&L, x, qkv, views, num_views, attended, h, inner, y, n, threads);
+    x = y;
   }
 }
 

@@ -44,6 +44,7 @@ class View(ctypes.Structure):
         ("K", c_void_p), ("V", c_void_p), ("k_head", c_long), ("k_row", c_long),
         ("v_head", c_long), ("v_row", c_long), ("mask", c_void_p), ("mask_row", c_long),
         ("start", c_long), ("n", c_long), ("L", c_long), ("causal", c_long),
+        ("new_K", c_void_p), ("new_V", c_void_p),
     )  # fmt: skip
 
 
@@ -65,16 +66,20 @@ class Native:
     Attributes:
         panel: outputs per panel of packed weights.
         vector: floats per vector; head sizes must be a multiple.
-        qkv, rest, linear: see ``native.cpp``.
+        qkv, rest, stack, linear: see ``native.cpp``.
     """
 
     def __init__(self, library: CDLL) -> None:
         library.dw_qkv.argtypes = [c_void_p] * 6 + [c_long, c_int]
         library.dw_rest.argtypes = [c_void_p] * 4 + [c_long] + [c_void_p] * 4 + [c_long, c_int]
+        library.dw_stack.argtypes = [
+            c_void_p, c_long, *[c_void_p] * 4, c_long, *[c_void_p] * 5, c_long, c_int
+        ]  # fmt: skip
         library.dw_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
         library.dw_pack.argtypes = [c_void_p, c_void_p, c_long, c_long, c_long, c_int]
         self.qkv: Callable[..., Any] = library.dw_qkv
         self.rest: Callable[..., Any] = library.dw_rest
+        self.stack: Callable[..., Any] = library.dw_stack
         self.linear: Callable[..., Any] = library.dw_linear
         self._pack: Callable[..., Any] = library.dw_pack
         self.panel = int(library.dw_panel())

@@ -85,13 +85,13 @@ class NativeLayer:
 
     def __init__(self, native: Native, layer: Any, window: int | None, scratch: Scratch) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._native, self._window, self._scratch = native, window, scratch
+        self._native, self.window, self._scratch = native, window, scratch
         self._layer_idx = int(attention.layer_idx)
         dim = int(attention.head_dim)
         heads, kv_heads = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
         inner, hidden_size = mlp.gate_proj.weight.shape
         self._heads = (heads, kv_heads, dim)
-        self._widths = (hidden_size, (heads + 2 * kv_heads) * dim, heads * dim, inner)
+        self.widths = (hidden_size, (heads + 2 * kv_heads) * dim, heads * dim, inner)
         qkv = weights_of(attention.q_proj, attention.k_proj, attention.v_proj)
         self._products = [
             NativeLinear(native, weights)
@@ -106,7 +106,7 @@ class NativeLayer:
         pointers = [_pointer(weight) for weight in self._norms]
         epsilons = [norm.variance_epsilon for norm in norms]
         missing = 4 - len(norms)
-        self._spec = Layer(
+        self.spec = Layer(
             self._products[0].spec, self._products[1].spec,
             Linear(self._gate_up.data_ptr(), None, hidden_size, inner), self._products[2].spec,
             *pointers, *[None] * missing, *epsilons, *[0.0] * missing, attention.scaling,
@@ -127,10 +127,10 @@ class NativeLayer:
         num_rows, threads = hidden.shape[0], torch.get_num_threads()
         hidden = hidden.contiguous()
         cos, sin = (factor.contiguous() for factor in rope)
-        normed, qkv, attended, inner = self._scratch.rows(num_rows, self._widths)
+        normed, qkv, attended, inner = self._scratch.rows(num_rows, self.widths)
         if any(not cache.has_buffers for cache in packed.caches):
             qkv = torch.empty_like(qkv)  # the cache keeps views of it until the first commit
-        spec = addressof(self._spec)
+        spec = addressof(self.spec)
         self._native.qkv(
             spec, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), normed.data_ptr(),
             qkv.data_ptr(), num_rows, threads,
@@ -152,7 +152,7 @@ class NativeLayer:
         heads, kv_heads, dim = self._heads
         parts = qkv.view(len(qkv), -1, dim).transpose(0, 1)
         keys, values = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
-        views = packed.views(self._window, 1, like.device, like.dtype)
+        views = packed.views(self.window, 1, like.device, like.dtype)
         array, kept = (View * len(views))(), []
         for index, view in enumerate(views):
             rows = slice(view.start, view.end)
@@ -163,7 +163,7 @@ class NativeLayer:
             array[index] = View(
                 k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 _pointer(mask), 0 if mask is None else mask.stride(0), view.start,
-                view.end - view.start, k.shape[1], view.is_causal,
+                view.end - view.start, k.shape[1], view.is_causal, None, None,
             )  # fmt: skip
             kept += [k, v]
         return array, kept
