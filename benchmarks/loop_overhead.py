@@ -20,7 +20,7 @@ import torch
 from common import encode_prompts, machine, named_drafter, save
 from stages import Stages
 
-from draftwood.draft import block_diffusion
+from draftwood.draft import block_ranking
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.ranking import Ranker
@@ -56,8 +56,8 @@ def install(stages: Stages, engine: Engine) -> None:
     if isinstance(drafter, BlockDiffusionDrafter):
         stages.wrap(drafter._pass, "hidden", "draft forward")
         stages.wrap(drafter._pass, "context", "draft forward")
-        stages.wrap(block_diffusion, "few_rows", "draft head")
-        stages.wrap(block_diffusion, "top_prefixes_from_candidates", "enumerate")
+        stages.wrap(drafter._ranking, "logits", "draft head")
+        stages.wrap(block_ranking, "top_prefixes_from_candidates", "enumerate")
     if isinstance(drafter, AutoregressiveDrafter):
         stages.wrap(drafter._model, "forward", "draft forward")
         stages.wrap(drafter._model, "logits", "draft head")

@@ -13,9 +13,9 @@ import torch
 
 from draftwood.draft.base import Committed, DraftContext, DraftLimits
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
-from draftwood.draft.block_pass import few_rows
 from draftwood.draft.config import FULL, SLIDING
 from draftwood.draft.network import DraftNetwork
+from draftwood.draft.products import few_rows
 from draftwood.draft.rope import RopeConfig
 from draftwood.engine import Engine
 from draftwood.sampling import Sampler, SamplingParams

@@ -11,42 +11,25 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from draftwood.draft.config import DraftConfig
 from draftwood.draft.context_cache import ContextCache
 from draftwood.draft.network import DraftNetwork, Layer
+from draftwood.draft.products import Product, product
 from draftwood.draft.rope import rotate
-
-# Row counts for which a CPU reads W once in W @ xᵀ; others in between are 2–3 times slower per
-# row, so few rows are padded to the next of these.
-_GOOD_ROWS = (1, 2, 4, 8, 16, 32)
-
-
-def few_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [N, in] · weight [out, in]ᵀ + bias, fast on CPU for the few rows of a decoding step."""
-    num_rows = len(x)
-    if x.device.type != "cpu" or num_rows > _GOOD_ROWS[-1]:
-        return F.linear(x, weight, bias)
-    padded = next(size for size in _GOOD_ROWS if size >= num_rows)
-    if padded > num_rows:
-        x = F.pad(x, (0, 0, 0, padded - num_rows))
-    out = (weight @ x.t())[:, :num_rows].t().contiguous()
-    return out if bias is None else out.add_(bias)
 
 
 @dataclass(frozen=True)
 class _LayerWeights:
     """One layer with fused projections."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Product
+    kv: Product
+    out: Product
+    gate_up: Product
+    down: Product
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
     q_norm: torch.Tensor
@@ -56,20 +39,24 @@ class _LayerWeights:
     def of(layer: Layer) -> _LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases: list[torch.Tensor] = [p.bias for p in projections if p.bias is not None]
-        bias = attention.o_proj.bias
         return _LayerWeights(
-            torch.cat([p.weight for p in projections]).detach(),
-            torch.cat(biases).detach() if biases else None,
-            attention.o_proj.weight.detach(),
-            bias.detach() if bias is not None else None,
-            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
-            mlp.down_proj.weight.detach(),
+            _fused(*projections),
+            _fused(*projections[1:]),
+            _fused(attention.o_proj),
+            _fused(mlp.gate_proj, mlp.up_proj),
+            _fused(mlp.down_proj),
             layer.input_layernorm.weight.detach(),
             layer.post_attention_layernorm.weight.detach(),
             attention.q_norm.weight.detach(),
             attention.k_norm.weight.detach(),
         )
+
+
+def _fused(*linears: nn.Linear) -> Product:
+    """Several layers over one input as one product."""
+    biases: list[torch.Tensor] = [one.bias for one in linears if one.bias is not None]
+    bias = torch.cat(biases).detach() if biases else None
+    return product(torch.cat([one.weight for one in linears]).detach(), bias)
 
 
 class BlockPass:
@@ -83,10 +70,9 @@ class BlockPass:
         self.config: DraftConfig = config
         self.dtype, self.device = network.fc.weight.dtype, network.fc.weight.device
         self._layers = [_LayerWeights.of(layer) for layer in network.layers]  # type: ignore[arg-type]
-        self._fc = network.fc.weight.detach()
+        self._fc = product(network.fc.weight.detach())
         self._hidden_norm = network.hidden_norm.weight.detach()
         self._norm = network.norm.weight.detach()
-        self._num_queries = config.num_attention_heads * config.head_dim
         self._angles = self._turns(0)
 
     def new_cache(self) -> ContextCache:
@@ -104,14 +90,12 @@ class BlockPass:
             positions: [n] absolute positions.
         """
         c = self.config
-        fused = few_rows(features.to(self.device, self.dtype), self._fc)
+        fused = self._fc(features.to(self.device, self.dtype))
         fused = self._rms(fused, self._hidden_norm)
         turn = self._at(positions)
         parts = []
         for layer in self._layers:
-            bias = None if layer.qkv_bias is None else layer.qkv_bias[self._num_queries :]
-            both = few_rows(fused, layer.qkv[self._num_queries :], bias)
-            keys, values = both.view(len(fused), 2, -1, c.head_dim).unbind(1)
+            keys, values = layer.kv(fused).view(len(fused), 2, -1, c.head_dim).unbind(1)
             keys = rotate(self._rms(keys, layer.k_norm), *turn)
             parts.append(torch.stack([keys, values]).transpose(1, 2))
         return torch.stack(parts)
@@ -136,9 +120,9 @@ class BlockPass:
         masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = {}
         for index, layer in enumerate(self._layers):
             mixed = self._attention(index, self._rms(x, layer.input_norm), turn, caches, masks)
-            x = x + few_rows(mixed, layer.out, layer.out_bias)
-            gate, up = few_rows(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + few_rows(F.silu(gate) * up, layer.down)
+            x = x + layer.out(mixed)
+            gate, up = layer.gate_up(self._rms(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         rows = x.view(num_seqs, size, width)[:, 1 : num_rows + 1]
         return self._rms(rows, self._norm)
 
@@ -154,7 +138,7 @@ class BlockPass:
         c, layer = self.config, self._layers[index]
         kv, dim = c.num_key_value_heads, c.head_dim
         share = c.num_attention_heads // kv
-        fused = few_rows(x, layer.qkv, layer.qkv_bias).view(len(x), -1, dim)
+        fused = layer.qkv(x).view(len(x), -1, dim)
         query, keys, values = fused.split([kv * share, kv, kv], dim=1)
         query = rotate(self._rms(query, layer.q_norm), *turn).transpose(0, 1)
         keys = rotate(self._rms(keys, layer.k_norm), *turn).transpose(0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from draftwood.draft.base import DraftContext, DraftLimits
-from draftwood.draft.block_pass import few_rows
+from draftwood.draft.products import product
 from draftwood.draft.ranking import Ranked, Ranker
 from draftwood.draft.steering import Columns
 from draftwood.tree.enumerate import top_prefixes_from_candidates
@@ -37,13 +37,14 @@ class BlockRanking:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        self._head, self._scale, self._softcap = head, scale, softcap
+        self._head, self._scale, self._softcap = product(head), scale, softcap
+        self._like = head[:0]
         self._ranker = Ranker(columns, use_noise=use_noise)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., V] scores of normed rows [..., H]."""
-        flat = hidden.reshape(-1, hidden.shape[-1]).to(self._head.device, self._head.dtype)
-        scores = few_rows(flat, self._head).reshape(*hidden.shape[:-1], -1)
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self._like)
+        scores = self._head(flat).reshape(*hidden.shape[:-1], -1)
         if self._scale != 1.0:
             scores = scores * self._scale
         cap = self._softcap

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from draftwood.draft.block_pass import few_rows
 from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.layers import RMSNorm
+from draftwood.draft.products import few_rows
 from draftwood.draft.rope import rotate
 
 

@@ -1,0 +1,45 @@
+"""Products of a few rows with a drafter's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from draftwood.target.linear import Weights
+from draftwood.target.native import load_native
+from draftwood.target.native_layer import NativeLinear
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+# Row counts for which a CPU reads W once in W @ xᵀ; others in between are 2–3 times slower per
+# row, so few rows are padded to the next of these.
+_GOOD_ROWS = (1, 2, 4, 8, 16, 32)
+_MAX_COPY_BYTES = 256 * 2**20
+
+
+def few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [N, in] · weight [out, in]ᵀ + bias, fast on CPU for the few rows of a decoding step."""
+    num_rows = len(x)
+    if x.device.type != "cpu" or num_rows > _GOOD_ROWS[-1]:
+        return F.linear(x, weight, bias)
+    padded = next(size for size in _GOOD_ROWS if size >= num_rows)
+    if padded > num_rows:
+        x = F.pad(x, (0, 0, 0, padded - num_rows))
+    out = (weight @ x.t())[:, :num_rows].t().contiguous()
+    return out if bias is None else out.add_(bias)
+
+
+def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """x [N, in] → x · weight [out, in]ᵀ + bias, by compiled kernels on a CPU where there are any.
+
+    Those hold a copy of the weight; what is larger than ``_MAX_COPY_BYTES`` is used as it is.
+    """
+    is_cpu_float = weight.device.type == "cpu" and weight.dtype == torch.float32
+    native = load_native() if is_cpu_float and weight.nbytes <= _MAX_COPY_BYTES else None
+    if native is None:
+        return lambda x: few_rows(x, weight, bias)
+    return NativeLinear(native, Weights((weight.detach(),), None if bias is None else (bias,)))
