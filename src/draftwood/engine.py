@@ -98,7 +98,10 @@ class Engine:
         watch.lap("verify_s")
 
         samplers = [seq.sampler if seq.is_decoding else None for seq in seqs]
-        logits_of = row_logits(self.target.logits, out.hidden, np.isin(tree.seq, decoding))
+        logits_of = row_logits(
+            self.target.logits, out.hidden, tree, np.isin(tree.seq, decoding),
+            rows_together=self.target.kernels.head_rows,
+        )  # fmt: skip
         verdicts = walk(tree, logits_of, samplers)
         watch.lap("walk_s")
 

@@ -116,20 +116,51 @@ def _step(walker: _Walker, tree: DraftTree) -> bool:
 
 
 def row_logits(
-    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, wanted: BoolArray
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    tree: DraftTree,
+    wanted: BoolArray,
+    *,
+    rows_together: int = 1,
 ) -> Callable[[IntArray], torch.Tensor]:
     """The ``logits_of`` of ``walk`` for the hidden rows of one target forward.
 
-    On CPU the head runs row by row as the walk asks, which costs less than all rows. Elsewhere
-    one call for all ``wanted`` rows is cheaper than one per depth.
+    On CPU the head runs as the walk asks, which costs less than all rows. Elsewhere one call for
+    all ``wanted`` rows is cheaper than one per depth.
 
     Args:
         head: [R, H] → [R, V].
-        hidden: [N, H] packed rows.
+        hidden: [N, H] packed rows of ``tree``.
         wanted: [N] rows that the walk may visit.
+        rows_together: rows that the head computes in the time of one. Where the walk asks for
+            fewer, the likeliest nodes below come along: they may be asked for next.
     """
-    if hidden.device.type == "cpu":
-        return lambda rows: head(hidden[torch.from_numpy(rows)])
-    table = head(hidden[torch.from_numpy(wanted)])
-    place = np.cumsum(wanted) - 1
-    return lambda rows: table[torch.from_numpy(place[rows])]
+    if hidden.device.type != "cpu":
+        table = head(hidden[torch.from_numpy(wanted)])
+        place = np.cumsum(wanted) - 1
+        return lambda rows: table[torch.from_numpy(place[rows])]
+    known: dict[int, torch.Tensor] = {}
+
+    def logits_of(rows: IntArray) -> torch.Tensor:
+        asked = rows.tolist()
+        missing = [row for row in asked if row not in known]
+        if missing:
+            spare = rows_together // len(missing) - 1
+            batch = [node for row in missing for node in _with_best_below(tree, row, spare)]
+            known.update(zip(batch, head(hidden[batch]), strict=True))
+        return known[asked[0]][None] if len(asked) == 1 else torch.stack([known[r] for r in asked])
+
+    return logits_of
+
+
+def _with_best_below(tree: DraftTree, node: int, count: int) -> list[int]:
+    """A node and up to ``count`` of its descendants; nodes come in decreasing probability."""
+    found = [node]
+    if count > 0:
+        _, end = tree.span(int(tree.seq[node]))
+        for below in range(node + 1, end):
+            if int(tree.parents[below]) in found:
+                found.append(below)
+                if len(found) > count:
+                    break
+    return found

@@ -18,7 +18,7 @@ from draftwood import verify
 from draftwood.noise import KeyedNoise
 from draftwood.sampling import Pick, Sampler, SamplingParams
 from draftwood.tree.tree import NO_PARENT, DraftTree
-from draftwood.verify import Verdict, walk
+from draftwood.verify import Verdict, row_logits, walk
 
 VOCAB = 4
 PROMPT = (1, 0)
@@ -394,3 +394,56 @@ def test_mutation_of_the_sampler(monkeypatch, wrong):
         for trees in range(6)
     ]
     assert not all(mutated)
+
+
+# ---- the head -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_together", [1, 3, 4])
+@given(parents=st.lists(st.integers(0, 30), min_size=1, max_size=30), data=st.data())
+def test_head_rows_are_those_asked_for(
+    rows_together: int, parents: list[int], data: st.DataObject
+) -> None:
+    above = [NO_PARENT] + [min(parent, index) for index, parent in enumerate(parents)]
+    depths = [0]
+    for parent in above[1:]:
+        depths.append(depths[parent] + 1)
+    size = len(above)
+    seq = np.zeros(size, np.int64)
+    tree = DraftTree(np.arange(size), np.array(above), np.array(depths), seq, np.array([0, size]))
+    hidden = torch.arange(size, dtype=torch.float64)[:, None]
+    calls: list[int] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return rows * torch.tensor([[1.0, 10.0]])
+
+    wanted = np.ones(size, np.bool_)
+    logits_of = row_logits(head, hidden, tree, wanted, rows_together=rows_together)
+    node, visited = 0, 0
+    while True:
+        visited += 1
+        assert logits_of(np.array([node])).tolist() == [[node, 10.0 * node]]
+        below = [child for child in range(size) if above[child] == node]
+        if not below:
+            break
+        node = data.draw(st.sampled_from(below))
+    assert len(calls) <= visited
+    assert max(calls) <= rows_together
+    both = np.array([node, 0])
+    assert logits_of(both)[:, 0].tolist() == [node, 0]
+
+
+def test_the_likeliest_path_needs_one_call_of_the_head() -> None:
+    tree = DraftTree.chain([5, 6, 7, 8])
+    calls: list[int] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return rows
+
+    wanted = np.ones(4, np.bool_)
+    logits_of = row_logits(head, torch.eye(4), tree, wanted, rows_together=4)
+    for node in range(4):
+        logits_of(np.array([node]))
+    assert calls == [4]

@@ -62,6 +62,9 @@ class KernelConfig:
 DEFAULT_KERNELS = KernelConfig()
 
 
+_HEAD_ROWS = 4  # MR of native.cpp: they share each weight that is read
+
+
 class StandIn(Protocol):
     """What runs a layer in its place: [N, hidden_size] → [N, hidden_size]."""
 
@@ -83,12 +86,14 @@ class Kernels:
         linears: all products that were taken over.
         num_lean_layers: layers that run as a whole.
         is_native: whether layers and head run on the compiled kernels.
+        head_rows: rows that the head computes in the time of one.
     """
 
     def __init__(self) -> None:
         self.linears: list[FastLinear] = []
         self.num_lean_layers = 0
         self.is_native = False
+        self.head_rows = 1
         self._native_bytes = 0
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._layers_watch = Watch([])
@@ -166,6 +171,7 @@ class Kernels:
         if is_plain_linear(head):
             product = NativeLinear(native, weights_of(head))
             self._head, self._head_watch = product, Watch([head])
+            self.head_rows = _HEAD_ROWS
             self._native_bytes += product.copied_bytes
 
     def choose(self, candidates: Sequence[Kernel], spare_bytes: int) -> None:
