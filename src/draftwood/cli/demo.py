@@ -115,9 +115,12 @@ def describe(engine: Engine, target: str) -> str:
 
 
 def _drafter_name(drafter: Drafter) -> str:
+    from draftwood.draft.blend import BlendDrafter
     from draftwood.draft.block_diffusion import BlockDiffusionDrafter
     from draftwood.draft.lookup import LookupDrafter
 
+    if isinstance(drafter, BlendDrafter):
+        return f"{_drafter_name(drafter.model)}, merged with prompt lookup"
     if isinstance(drafter, LookupDrafter):
         return "prompt lookup (no trained drafter for this target)"
     if isinstance(drafter, BlockDiffusionDrafter):
