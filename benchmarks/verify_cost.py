@@ -142,6 +142,7 @@ def timed(call: Callable[[], object]) -> float:
 def kernels_used(target: Target) -> dict[str, object]:
     kernels = target.kernels
     return {
+        "native": target.kernels.is_native,
         "lean_layers": kernels.num_lean_layers,
         "copied_bytes": kernels.copied_bytes,
         "choices": {fast.weights.shape: [k.__name__ for k in fast.kernels]
