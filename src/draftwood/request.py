@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,14 +20,19 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from several: a string, a flat list of ints or of messages is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    first = next(iter(prompts), None)
-    if first is None:
-        return []
-    single = isinstance(first, Mapping) or _is_int(first)
-    return [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
+    """Tell one prompt from several: a string, a flat list of ints or of messages is one.
+
+    Raises:
+        ValueError: neither a prompt nor a list of them.
+    """
+    given = _plain(prompts)
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, Mapping)):
+        raise _no_prompt(given)
+    many: list[Any] = list(given)
+    is_one = bool(many) and (isinstance(many[0], Mapping) or _is_int(many[0]))
+    return [many] if is_one else many
 
 
 def encode(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
@@ -37,7 +43,8 @@ def encode(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
 
     Raises:
         ValueError: text without a tokenizer, messages without a chat template, an empty prompt,
-            a token id outside the vocabulary, or no room left in the context.
+            a token id outside the vocabulary, no room left in the context, messages that the chat
+            template rejects, or anything that is no prompt.
     """
     token_ids = _to_ids(target, prompt, raw=raw)
     if not token_ids:
@@ -54,8 +61,14 @@ def encode(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
 
 
 def _to_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
-    if not isinstance(prompt, str) and (not prompt or _is_int(prompt[0])):
-        return [int(t) for t in prompt]  # type: ignore[arg-type]
+    prompt = _plain(prompt)
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise _no_prompt(prompt)
+        if all(_is_int(t) for t in prompt):
+            return [int(t) for t in prompt]  # type: ignore[arg-type]
+        if not all(isinstance(message, Mapping) for message in prompt):
+            raise _no_prompt(prompt)
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer; give token ids or load one")
@@ -66,8 +79,21 @@ def _to_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template; give text or token ids")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(_templated(tokenizer, messages), add_special_tokens=False)["input_ids"])
+
+
+def _templated(tokenizer: Any, messages: list[Any]) -> str:
+    from jinja2 import TemplateError  # there as soon as transformers applies a template
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template rejects the messages ({error}); each is usually a dictionary with "
+            "'role' and 'content'"
+        ) from error
 
 
 def new_sequence(
@@ -84,6 +110,8 @@ def new_sequence(
     old: SequenceState | None,
 ) -> SequenceState:
     """Validate a request and build its state, on the cache of ``old`` as far as tokens agree."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"the settings must be SamplingParams, got {type(params).__name__}")
     token_ids = encode(target, prompt, raw=raw)
     if params.stop and target.tokenizer is None:
         raise ValueError(f"stop strings {params.stop!r} need a tokenizer; use stop_token_ids")
@@ -119,4 +147,15 @@ def _common_len(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _no_prompt(value: object) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+    return ValueError(f"a prompt is text, chat messages or a flat list of token ids, got {shown}")

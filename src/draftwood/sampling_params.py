@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
-from numbers import Integral
+from numbers import Integral, Real
 
 from draftwood.noise import MAX_SEED
 
@@ -60,9 +60,16 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop_token_ids", "stop"):
-            _require(not isinstance(getattr(self, name), str), name, getattr(self, name), "a tuple")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, items in (
+            ("stop_token_ids", "token ids"),
+            ("stop", "strings"),
+            ("bad_words", "sequences of token ids"),
+        ):
+            given = getattr(self, name)
+            _require(_is_listing(given), name, given, f"a tuple of {items}")
+            object.__setattr__(self, name, tuple(given))
+        for word in self.bad_words:
+            _require(_is_listing(word), "each of bad_words", word, "a sequence of token ids")
         object.__setattr__(self, "bad_words", tuple(tuple(word) for word in self.bad_words))
         _check_types(self)
         _check_numbers(self)
@@ -99,6 +106,14 @@ def _check_types(p: SamplingParams) -> None:
         optional = name in ("seed", "logprobs")
         ok = _is_int(value) or (optional and value is None)
         _require(ok, name, value, "an int or None" if optional else "an int")
+    for name in (
+        "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty",
+    ):  # fmt: skip
+        _require(_is_number(getattr(p, name)), name, getattr(p, name), "a number")
+    _require(isinstance(p.logit_bias, Mapping), "logit_bias", p.logit_bias, "a dictionary")
+    for token, value in p.logit_bias.items():
+        _require(_is_number(value), f"logit_bias[{token}]", value, "a number")
     words = [token for word in p.bad_words for token in word]
     groups = {"logit_bias": p.logit_bias, "stop_token_ids": p.stop_token_ids, "bad_words": words}
     for name, tokens in groups.items():
@@ -108,6 +123,14 @@ def _check_types(p: SamplingParams) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_listing(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes))
 
 
 def _check_numbers(p: SamplingParams) -> None:
@@ -150,4 +173,5 @@ def _check_tokens(p: SamplingParams) -> None:
     for token in p.stop_token_ids:
         _require(token >= 0, "each of stop_token_ids", token, "≥ 0")
     for text in p.stop:
-        _require(text != "", "each of stop", text, "a non-empty string")
+        ok = isinstance(text, str) and text != ""
+        _require(ok, "each of stop", text, "a non-empty string")

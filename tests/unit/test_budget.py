@@ -61,7 +61,7 @@ def steep(width: int) -> float:
 @pytest.mark.parametrize(
     ("given", "policy"),
     [("off", Off()), ("Chain ", Chain()), (32, Fixed(32)), ("32", Fixed(32)), (0, Fixed(0)),
-     (Fixed(7), Fixed(7)), ("Convex", ConvexGreedy())],
+     (Fixed(7), Fixed(7)), (np.int64(8), Fixed(8)), ("Convex", ConvexGreedy())],
 )  # fmt: skip
 def test_parse_budget(given: object, policy: object) -> None:
     assert parse_budget(given) == policy  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_constant_budgets() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ["", "many", "-1", -1, "1.5", 1.5, True])
+@pytest.mark.parametrize("given", ["", "many", "-1", -1, "1.5", 1.5, True, None, []])
 def test_parse_budget_says_what_it_accepts(given: object) -> None:
     with pytest.raises(ValueError, match=r"budget must be.*got"):
         parse_budget(given)  # type: ignore[arg-type]

@@ -187,8 +187,9 @@ def test_failing_target_forward_leaves_the_engine_usable(
 
 @pytest.mark.parametrize(
     ("prompt", "word"),
-    [([], "empty"), ("text", "tokenizer"), ([5, 97], "97"), ([-1], "-1"), ([1] * 512, "512")],
-)
+    [([], "empty"), ("text", "tokenizer"), ([5, 97], "97"), ([-1], "-1"), ([1] * 512, "512"),
+     (None, "None"), ([1.5], "1.5"), ([5, "a"], "'a'"), (b"abc", "abc")],
+)  # fmt: skip
 def test_bad_prompts_are_refused_by_name(target: Target, prompt: object, word: str) -> None:
     engine = Engine(target)
     with pytest.raises(ValueError, match=word):
@@ -257,6 +258,13 @@ def test_generate_accepts_one_prompt_or_many(target: Target) -> None:
     many = engine.generate([PROMPT, OTHER], [params, SamplingParams(max_new_tokens=5)])
     assert one.token_ids == many[0].token_ids
     assert len(many[1].token_ids) == 5
+    for same in (np.array(PROMPT), torch.tensor([PROMPT]), [np.array(PROMPT)], iter([PROMPT])):
+        assert engine.generate(same, params)[0].token_ids == one.token_ids
+    for nothing in (None, 5):
+        with pytest.raises(ValueError, match="a prompt is"):
+            engine.generate(nothing, params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="SamplingParams, got dict"):
+        engine.add(PROMPT, {"top_k": 1})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 prompts"):
         engine.generate([PROMPT, OTHER], [params])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -94,9 +95,11 @@ def parse_budget(
     """
     if isinstance(budget, (bool, float)):
         raise ValueError(f"budget must be a whole number of nodes, got {budget!r}")
-    if isinstance(budget, int):
-        return Fixed(budget)
+    if isinstance(budget, Integral):
+        return Fixed(int(budget))
     if not isinstance(budget, str):
+        if not all(hasattr(budget, name) for name in ("limits", "choose", "observe")):
+            raise _unknown(budget)
         return budget
     text = budget.strip().lower()
     named: dict[str, Callable[[], BudgetPolicy]] = {
@@ -112,10 +115,14 @@ def parse_budget(
     try:
         return Fixed(int(text))
     except ValueError as error:
-        raise ValueError(
-            "budget must be 'auto', 'convex', 'roofline', 'chain', 'off' or a number of nodes "
-            f"≥ 0, got {budget!r}"
-        ) from error
+        raise _unknown(budget) from error
+
+
+def _unknown(budget: object) -> ValueError:
+    return ValueError(
+        "budget must be 'auto', 'convex', 'roofline', 'chain', 'off', a number of nodes ≥ 0 or a "
+        f"policy, got {budget!r}"
+    )
 
 
 def is_constant(budget: str | int | BudgetPolicy) -> bool:
