@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from draftwood.ahead.drafter import AheadDrafter
@@ -23,8 +24,8 @@ from draftwood.tree.roofline import Roofline, fit_roofline
 
 
 def load(
-    target: str | Target = "demo",
-    drafter: str | Drafter | None = "auto",
+    target: str | Path | Target = "demo",
+    drafter: str | Path | Drafter | None = "auto",
     budget: str | int | BudgetPolicy = "auto",
     *,
     dtype: str = "auto",
@@ -57,13 +58,22 @@ def load(
         ValueError: a name that cannot be loaded, or a target and drafter that do not fit.
     """
     constant = is_constant(budget)  # a malformed budget fails before anything is loaded
-    model = load_target(target, dtype=dtype, device=device) if isinstance(target, str) else target
+    if isinstance(target, (str, Path)):
+        model = load_target(str(target), dtype=dtype, device=device)
+    elif isinstance(target, Target):
+        model = target
+    else:
+        raise ValueError(
+            "a target is a hub id, a local folder, a GGUF file, 'demo' or a draftwood Target, got "
+            f"{type(target).__name__}; for a model already loaded: Target(model, tokenizer) from "
+            "draftwood.target.model, or draftwood.custom_generate"
+        )
     proposer = load_drafter(drafter, model) if not ahead else load_ahead(drafter, model, ahead)
     adapts = proposer.horizon > 0 and not constant
     options: dict[str, Any] = {}
     is_measured = False
     if adapts:
-        by_name = isinstance(drafter, str) and calibrate
+        by_name = isinstance(drafter, (str, Path)) and calibrate
         options["surrogate"] = stored_surrogate(str(drafter), model) if by_name else Surrogate()
         if calibrate:
             curve = calibrated(model, proposer.taps)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftwood.api import load
 from draftwood.errors import DraftwoodError
 from draftwood.target import demo, gguf, store
 from draftwood.target.load import load_target
@@ -105,6 +106,11 @@ class TestBadNames:
         monkeypatch.setattr("draftwood.target.load.AutoModelForCausalLM.from_pretrained", refuse)
         with pytest.raises(ValueError, match="nobody/nothing"):
             load_target("nobody/nothing")
+
+    @pytest.mark.parametrize("name", [None, 5, ""])
+    def test_no_target(self, name):
+        with pytest.raises(ValueError, match=r"a target is|name is empty"):
+            load(name, "none", "off")
 
     def test_unknown_dtype(self):
         with pytest.raises(ValueError, match="float31"):

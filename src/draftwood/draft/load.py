@@ -119,8 +119,9 @@ def _autoregressive(name: str, target: Target, revision: str | None) -> Drafter:
         model = load_target(name, dtype=dtype, device=str(target.device), revision=revision)
     except ValueError as error:
         raise ValueError(
-            f"cannot use {name!r} as a draft model: {error} A drafter is 'auto', 'lookup', "
-            "'none', a DFlash checkpoint, or a causal language model with the target's tokenizer."
+            f"cannot use {name!r} as a draft model: {str(error).rstrip('.')}. "
+            "A drafter is 'auto', 'lookup', 'none', a DFlash checkpoint, or a causal language "
+            "model with the target's tokenizer."
         ) from error
     return AutoregressiveDrafter(model, target)
 
@@ -132,6 +133,10 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
 
 def read_config(name: str, revision: str | None) -> Mapping[str, Any]:
     """The ``config.json`` of a folder or hub id; {} where there can be none (GGUF, demo)."""
+    if not name:
+        raise ValueError(
+            "the drafter's name is empty; use 'auto', 'lookup', 'none', a folder or a hub id"
+        )
     path = Path(name).expanduser()
     if path.is_dir():
         file = path / CONFIG

@@ -78,6 +78,10 @@ def _resolve(name: str, dtype: torch.dtype | str) -> tuple[Path | str, bool]:
     """Local folder or hub id, and whether it is one of our own conversions."""
     if name == "demo":
         return ensure_demo(), True
+    if not name:
+        raise ValueError(
+            "the target's name is empty; give a hub id, a local folder, a GGUF file, or 'demo'"
+        )
     path = Path(name).expanduser()
     if is_gguf(path):
         return dequantised(path, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16), True
@@ -96,7 +100,7 @@ def _load(
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"cannot load the target {name!r}: {reason} "
+            f"cannot load the target {name!r}: {reason.rstrip('.')}. "
             "A target is a hub id, a local folder, a GGUF file, or 'demo'."
         ) from error
     try:
