@@ -123,6 +123,7 @@ def _run(engine: Engine, request: Request, streamer: Streamer | None) -> torch.T
     """Decode all rows; [rows, longest output] new tokens."""
     columns = ColumnStream(len(request.prompts), request.pad_token_id, streamer)
     processors = [RowProcessor(request, row) for row in range(len(request.prompts))]
+    criteria = [RowCriteria(request, row) for row in range(len(request.prompts))]
     ids: list[int] = []
     if streamer is not None:
         streamer.put(request.input_ids.cpu())
@@ -132,7 +133,7 @@ def _run(engine: Engine, request: Request, streamer: Streamer | None) -> torch.T
                 prompt,
                 request.params,
                 processors=[processors[row]] if request.processors else (),
-                stop_when=RowCriteria(request, row) if request.criteria else None,
+                stop_when=criteria[row] if request.criteria else None,
                 sample_index=row,
             )
             ids.append(seq_id)
@@ -140,7 +141,7 @@ def _run(engine: Engine, request: Request, streamer: Streamer | None) -> torch.T
             for event in engine.step():
                 row = ids.index(event.seq_id)
                 if event.output is not None and event.output.finish_reason == "error":
-                    _fail(event.output, processors[row].failure)
+                    _fail(event.output, processors[row].failure or criteria[row].failure)
                 columns.add(row, event.token_ids, finished=event.output is not None)
     finally:
         for seq_id in ids:

@@ -69,9 +69,14 @@ class RowProcessor:
 
 
 class RowCriteria:
-    """All stopping criteria of a request for one row, called with all its tokens."""
+    """All stopping criteria of a request for one row, called with all its tokens.
+
+    Attributes:
+        failure: the exception that one of them raised.
+    """
 
     def __init__(self, request: Request, row: int) -> None:
+        self.failure: Exception | None = None
         self._criteria = request.criteria
         self._row = row
         self._num_rows = len(request.prompts)
@@ -81,7 +86,11 @@ class RowCriteria:
     def __call__(self, token_ids: Sequence[int]) -> bool:
         new = torch.tensor(token_ids[len(self._ids) - self._num_padding :], dtype=torch.int64)
         self._ids = torch.cat([self._ids, new.to(self._ids.device)])
-        return any(self._says_stop(criterion) for criterion in self._criteria)
+        try:
+            return any(self._says_stop(criterion) for criterion in self._criteria)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def _says_stop(self, criterion: Any) -> bool:
         alone = self._num_rows == 1 or _is_row_wise(criterion)

@@ -91,8 +91,12 @@ class SequenceState:
         hit_string = self.text is not None and self.text.push(token_id, may_stop=may_stop)
         if token_id in self.stop_token_ids or hit_string:
             return "stop"
-        if self.stop_when is not None and self.stop_when(self.token_ids):
-            return "stop"
+        try:
+            if self.stop_when is not None and self.stop_when(self.token_ids):
+                return "stop"
+        except Exception as error:  # the user's code: only this sequence ends
+            self.error = f"stop_when failed: {error!r}"
+            return "error"
         return "length" if len(self.token_ids) >= self.limit else None
 
     def output(self) -> Output:

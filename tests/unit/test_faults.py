@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -211,3 +212,27 @@ def test_plain_cycles_leave_no_holes_in_the_drafters_context(target: Target) -> 
         chains = chains_of(Engine(target, block_diffusion(target), Chain()), prompt)
         count = min(len(chains[0]), len(record.tree) - 1)
         assert record.tree.token_ids[1 : count + 1].tolist() == chains[0][:count]
+
+
+def test_a_failing_stop_test_ends_only_its_own_sequence() -> None:
+    target = Target(tiny_model("llama"), probe=False)
+    engine = Engine(target)
+
+    def fail(token_ids: Sequence[int]) -> bool:
+        if len(token_ids) == 6:
+            raise RuntimeError("broken test")
+        return False
+
+    params = SamplingParams(max_new_tokens=8)
+    bad = engine.add([5, 6, 7], params, stop_when=fail)
+    good = engine.add([5, 6, 7], params)
+    outputs = {}
+    while engine.num_active:
+        for event in engine.step():
+            if event.output is not None:
+                outputs[event.seq_id] = event.output
+    assert outputs[bad].finish_reason == "error"
+    assert "broken test" in (outputs[bad].error or "")
+    assert outputs[good].finish_reason == "length"
+    assert outputs[bad].token_ids == outputs[good].token_ids[:3]
+    assert engine.generate([[5, 6, 7]], params)[0].token_ids == outputs[good].token_ids
