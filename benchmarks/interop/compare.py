@@ -2,8 +2,8 @@
 
 The other engine runs in its own environment (``--python``) by a script of this folder. Both decode
 greedily. The first token comes from the prompt's pass, as there, so that all cycles are alike.
-Where the tokens part, ours and theirs must be tied: within ``TIE`` in our logits. The result goes to
-``results/interop.json``, next to those of other engines.
+Where the tokens part, ours and theirs must be tied: within ``TIE`` in our logits. The result
+goes to ``results/interop.json``, next to those of other engines.
 
     python benchmarks/interop/compare.py vllm --python ENV/bin/python --target DIR --drafter DIR
     python benchmarks/interop/compare.py llama --python ENV/bin/python --target DIR --drafter DIR \\

@@ -95,7 +95,7 @@ def parse_budget(
     """
     if isinstance(budget, (bool, float)):
         raise ValueError(f"budget must be a whole number of nodes, got {budget!r}")
-    if isinstance(budget, Integral):
+    if isinstance(budget, (int, Integral)):
         return Fixed(int(budget))
     if not isinstance(budget, str):
         if not all(hasattr(budget, name) for name in ("limits", "choose", "observe")):
