@@ -2,8 +2,8 @@
 
 The other engine runs in its own environment (``--python``) by a script of this folder. Both decode
 greedily. The first token comes from the prompt's pass, as there, so that all cycles are alike.
-Where the tokens part, ours and theirs must be tied: within ``TIE`` in our logits. The result
-goes to ``results/interop.json``, next to those of other engines.
+Where the tokens part, ours and theirs must be tied: within ``TIE`` in our logits. The result goes
+to ``results/interop.json``, next to those of other engines.
 
     python benchmarks/interop/compare.py vllm --python ENV/bin/python --target DIR --drafter DIR
     python benchmarks/interop/compare.py llama --python ENV/bin/python --target DIR --drafter DIR \\
@@ -13,6 +13,7 @@ goes to ``results/interop.json``, next to those of other engines.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -112,6 +113,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def weights_hash(drafter: str) -> str:
+    """Of the drafter's weight file."""
+    return hashlib.sha256((Path(drafter) / "model.safetensors").read_bytes()).hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("engine", choices=SCRIPTS)
@@ -140,7 +146,13 @@ def main() -> None:
                 "our_cycles": mine.num_cycles, "their_cycles": theirs.num_cycles,
             }
         )  # fmt: skip
-    found = {**summary(rows), "versions": answer["versions"], "machine": machine(), "prompts": rows}
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "drafter_sha256": weights_hash(args.drafter),
+        "versions": answer["versions"],
+        "machine": machine(),
+    }
+    found = {**summary(rows), **settings, "prompts": rows}
     print(json.dumps(found, indent=1))
     file = RESULTS / "interop.json"
     before = json.loads(file.read_text()) if file.is_file() else {}
