@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
-from draftwood.draft.checkpoint import CONFIG, check_compatible, load_draft
-from draftwood.draft.config import DraftConfig
+from draftwood.draft.checkpoint import CONFIG, WEIGHTS, check_compatible, load_draft
+from draftwood.draft.config import DraftConfig, parse_config
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
 from draftwood.draft.independent_config import is_independent
@@ -87,9 +89,16 @@ def _shipped(target: Target) -> Drafter:
 def shipped_folder(target: Target) -> Path | None:
     """Folder of the drafter inside the package that was made for a target of this shape, if any."""
     for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):
-        if not _is_dflash(read_config(str(folder), None)):
+        raw = read_config(str(folder), None)
+        if not _is_dflash(raw):
             continue
-        config, _ = load_draft(folder, dtype=target.dtype)
+        with safe_open(folder / WEIGHTS, "pt") as weights:
+            names = set(weights.keys())
+        config = parse_config(
+            raw,
+            has_embeddings="embed_tokens.weight" in names,
+            has_head="lm_head.weight" in names,
+        )
         if _fits(config, target):
             return folder
     return None
