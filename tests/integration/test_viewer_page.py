@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftwood.viewer.view import render
+from headless import PATIENCE_S, assert_quiet, forget, start_browser
 from synthetic_trace import trace_lines, write_trace
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -18,12 +17,6 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-PATIENCE_S = 120  # for anything: machines that run tests may be very busy
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--window-size=1300,900",
-)  # fmt: skip
 HOSTILE = (
     "<script>window.broken=1</script>", "</script><script>window.broken=1</script>", "<!--",
     "<img src=x onerror=window.broken=1>", "<b>", "&amp;", "\u202e", "\n", " tree", "é🪵",
@@ -34,19 +27,7 @@ Open = Callable[[list[dict[str, Any]]], Any]
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or chromedriver is None:
-        pytest.skip("needs chromium and chromedriver (apt-get install chromium chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(executable_path=chromedriver)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.set_script_timeout(PATIENCE_S)
-    driver.set_page_load_timeout(PATIENCE_S)
-    driver.get("about:blank")
+    driver = start_browser(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
 
@@ -55,8 +36,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
     """Show a trace; afterwards the console must be empty and nothing else requested."""
     page = tmp_path / "page.html"
-    for log in ("browser", "performance"):  # what the browser did before is not the page's doing
-        browser.get_log(log)
+    forget(browser)
 
     def open_(lines: list[dict[str, Any]]) -> Any:
         page.write_text(render(write_trace(tmp_path / "t", lines)), encoding="utf-8")
@@ -65,14 +45,7 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
         return browser
 
     yield open_
-    assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requested = {
-        event["params"]["request"]["url"]
-        for event in events
-        if event["method"] == "Network.requestWillBeSent"
-    }
-    assert requested - {"data:,"} == {page.as_uri()}
+    assert_quiet(browser, page)
 
 
 def settle(browser: Any) -> None:
