@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -12,6 +11,9 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from draftwood.target.choices import processor_name
+from draftwood.target.gguf import sha256
 
 PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -59,7 +61,7 @@ def _hardware() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor_name(),
         "logical_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
@@ -70,15 +72,6 @@ def _hardware() -> dict[str, Any]:
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _memory_bytes() -> int | None:
@@ -106,7 +99,7 @@ def weights_checksums(name: str) -> dict[str, str]:
     if path is None:
         return {}
     files = [path] if path.is_file() else sorted(f for p in WEIGHTS for f in path.glob(p))
-    return {file.name: _sha256(file) for file in files}
+    return {file.name: sha256(file) for file in files}
 
 
 def _local(name: str) -> Path | None:
@@ -124,13 +117,3 @@ def _local(name: str) -> Path | None:
         return Path(snapshot_download(name, allow_patterns=list(WEIGHTS), local_files_only=True))
     except (ValueError, HfHubHTTPError, LocalEntryNotFoundError):
         return None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        if hasattr(hashlib, "file_digest"):
-            return hashlib.file_digest(handle, "sha256").hexdigest()
-        digest = hashlib.sha256()  # Python 3.10
-        while chunk := handle.read(1 << 20):
-            digest.update(chunk)
-        return digest.hexdigest()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits
-from draftwood.draft.online_fit import OnlineFit
+from draftwood.draft.online_fit import OnlineFit, sigmoid
 from draftwood.tree.tree import NO_PARENT, FloatArray, ScoredPrefixes
 
 _PRIOR_GATE = np.array([-0.5, 1.0])  # log-odds of trusting lookup: level, per log-odds of its own
@@ -111,14 +111,14 @@ class BlendDrafter:
         sampled = context.sampler.params.temperature > 0
         anchor = len(context.token_ids) - 1
         self._proposals[context.seq_id] = _Proposal(anchor, root, features, sampled)
-        return _best_first(root, _sigmoid(float(self._gate(sampled).mean @ features)), limits)
+        return _best_first(root, sigmoid(float(self._gate(sampled).mean @ features)), limits)
 
     def _learn(self, proposal: _Proposal, picks: Sequence[int]) -> None:
         model, lookup = _path_probs(proposal.root, picks)
         if model + lookup == 0.0:
             return
         gate = self._gate(proposal.sampled)
-        weight = _sigmoid(float(gate.mean @ proposal.features))
+        weight = sigmoid(float(gate.mean @ proposal.features))
         posterior = weight * lookup / (weight * lookup + (1.0 - weight) * model)
         spread = weight * (1.0 - weight)
         outer = np.outer(proposal.features, proposal.features)
@@ -184,7 +184,3 @@ def _path_probs(root: _Node, picks: Sequence[int]) -> tuple[float, float]:
 def _log_odds(prob: float) -> float:
     prob = min(max(prob, 1e-3), 1.0 - 1e-3)
     return math.log(prob / (1.0 - prob))
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(-max(-12.0, min(12.0, x))))

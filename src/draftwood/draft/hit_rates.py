@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draftwood.draft.online_fit import OnlineFit
+from draftwood.draft.online_fit import OnlineFit, sigmoid
 from draftwood.tree.tree import FloatArray
 
 LONGEST = 16  # match lengths beyond are treated alike
@@ -65,7 +65,7 @@ class HitRates:
         probs = []
         for guess in guesses:
             one, x, y, z, r = guess.features()
-            rate = _sigmoid(bias * one + length * x + count * y + lead * z + later * r)
+            rate = sigmoid(bias * one + length * x + count * y + lead * z + later * r)
             probs.append(left * rate)
             left *= 1.0 - rate
         return probs
@@ -76,7 +76,7 @@ class HitRates:
         shift = self._shifts.setdefault(seq_id, OnlineFit(np.zeros(1), SEQUENCE_PRECISION))
         for guess in tried:
             features: FloatArray = np.array(guess.features())
-            rate = _sigmoid(float(self._shared.mean @ features) + float(shift.mean[0]))
+            rate = sigmoid(float(self._shared.mean @ features) + float(shift.mean[0]))
             error = float(guess.rank == hit) - rate
             spread = rate * (1.0 - rate)
             self._shared.update(error * features, spread * np.outer(features, features))
@@ -89,8 +89,3 @@ class HitRates:
     def _shift(self, seq_id: int) -> float:
         fit = self._shifts.get(seq_id)
         return float(fit.mean[0]) if fit is not None else 0.0
-
-
-def _sigmoid(x: float) -> float:
-    """The logistic function, kept off 0 and 1 so that logs stay finite."""
-    return 1.0 / (1.0 + math.exp(-max(-12.0, min(12.0, x))))

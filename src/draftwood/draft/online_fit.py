@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from draftwood.tree.tree import FloatArray
@@ -42,3 +44,8 @@ class OnlineFit:
         self.precision += curvature - (self.precision - self._prior) / MEMORY
         step = np.linalg.solve(self.precision, gradient)
         self.mean = self.mean + step * min(1.0, MAX_STEP / max(float(np.abs(step).max()), 1e-12))
+
+
+def sigmoid(x: float) -> float:
+    """The logistic function, kept off 0 and 1 so that logs stay finite."""
+    return 1.0 / (1.0 + math.exp(-max(-12.0, min(12.0, x))))

@@ -47,8 +47,7 @@ def build_kernels(
             have at the moment.
         config: what may be used.
     """
-    parts = [part for root in (*layers, head) for part in root.modules()]
-    num_bytes = sum(weights_of(part).num_bytes for part in parts if is_plain_linear(part))
+    num_bytes = sum(weights_of(part).num_bytes for part in _linears((*layers, head)))
     is_forced = config.candidates is not None or config.native
     if num_bytes < (1 if is_forced else MIN_BYTES):
         return Kernels()
@@ -105,8 +104,8 @@ def _native_kernels(
     return kernels if KernelChoices(default_kernels()).is_faster(key, is_faster) else None
 
 
-def _linears(layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    return (part for layer in layers for part in layer.modules() if is_plain_linear(part))
+def _linears(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    return (part for root in roots for part in root.modules() if is_plain_linear(part))
 
 
 @torch.no_grad()

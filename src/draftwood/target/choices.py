@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from draftwood.target.linear import ROWS, Kernel
-from draftwood.target.store import cache_dir
+from draftwood.target.store import cache_dir, write_text
 
 FILE = "kernels.json"
 
@@ -43,7 +41,7 @@ class KernelChoices:
         content.setdefault(self._setting, {})[key] = [kernel.__name__ for kernel in kernels]
         # A cache that cannot be written only costs the next load a second.
         with contextlib.suppress(OSError):
-            self._write(content)
+            write_text(self._path, json.dumps(content, indent=1))
         return kernels
 
     def is_faster(self, key: str, measure: Callable[[], bool]) -> bool:
@@ -55,7 +53,7 @@ class KernelChoices:
         content = self._read()
         content.setdefault(self._setting, {})[key] = ["yes" if verdict else "no"]
         with contextlib.suppress(OSError):
-            self._write(content)
+            write_text(self._path, json.dumps(content, indent=1))
         return verdict
 
     def _read(self) -> dict[str, dict[str, list[str]]]:
@@ -64,13 +62,6 @@ class KernelChoices:
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
-
-    def _write(self, content: dict[str, dict[str, list[str]]]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=FILE, dir=self._path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(name, self._path)
 
 
 def processor_name() -> str:

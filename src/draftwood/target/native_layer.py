@@ -24,14 +24,21 @@ def is_native_shaped(layer: nn.Module, native: Native) -> bool:
         return False
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
-    dim = int(attention.head_dim)
-    heads, kv_heads = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
-    return (isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation") and (
-        dim % (2 * native.vector) == 0
+    heads, kv_heads, dim = _heads(attention)
+    is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+    return (
+        is_silu
+        and dim % (2 * native.vector) == 0
         and dim <= _MAX_HEAD_DIM
         and heads // kv_heads <= _MAX_GROUPS
         and all(p.bias is None for p in (mlp.gate_proj, mlp.up_proj))
     )
+
+
+def _heads(attention: Any) -> tuple[int, int, int]:
+    """(query heads, key heads, head size)."""
+    dim = int(attention.head_dim)
+    return len(attention.q_proj.weight) // dim, len(attention.k_proj.weight) // dim, dim
 
 
 class Scratch:
@@ -87,8 +94,7 @@ class NativeLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._native, self.window, self._scratch = native, window, scratch
         self._layer_idx = int(attention.layer_idx)
-        dim = int(attention.head_dim)
-        heads, kv_heads = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
+        heads, kv_heads, dim = _heads(attention)
         inner, hidden_size = mlp.gate_proj.weight.shape
         self._heads = (heads, kv_heads, dim)
         self.widths = (hidden_size, (heads + 2 * kv_heads) * dim, heads * dim, inner)

@@ -39,7 +39,7 @@ def render(trace_path: str | Path) -> str:
     script = "\n".join(['"use strict";', "{", *(_resource(name) for name in SCRIPTS), "}"])
     style = _resource("page.css")
     return Template(_resource("page.html")).substitute(
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        policy=f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'",
         style=style,
         script=script,
@@ -57,6 +57,7 @@ def _resource(name: str) -> str:
     return files("draftwood.viewer").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def csp_hash(text: str) -> str:
+    """The source expression that lets a page's policy accept this inline script or style."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 from draftwood.bench.report.style import Chart, inline_svg
 from draftwood.bench.report.tables import Entry, Table
 from draftwood.bench.summary import ALL_SETS
+from draftwood.viewer.view import csp_hash
 
 
 def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
@@ -39,7 +38,7 @@ def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
     script, style = _resource("page.js"), _resource("page.css")
     script = f'"use strict";\n{script}'
     return Template(_resource("page.html")).substitute(
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        policy=f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
         "style-src-attr 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
         title=escape(title), lead=escape(lead), style=style, script=script,
         links="\n".join(links), sections="\n".join(parts),
@@ -106,8 +105,3 @@ def facts(values: dict[str, Any]) -> str:
 
 def _resource(name: str) -> str:
     return files("draftwood.bench.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
