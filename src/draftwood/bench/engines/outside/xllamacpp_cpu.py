@@ -15,25 +15,6 @@ import urllib.request
 from typing import Any
 
 
-def main() -> None:
-    """Answer JSON lines until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints is no answer
-    server = None
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            if message["op"] == "load":
-                server, versions = load(message)
-                answer = {"ok": True, "versions": versions}
-            else:
-                answer = {"ok": True, **run(server, message["requests"])}
-        except Exception as error:
-            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 def load(message: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """(server, versions)."""
     try:
@@ -118,4 +99,6 @@ def complete(server: Any, request: dict[str, Any], begin: float) -> dict[str, An
 
 
 if __name__ == "__main__":
-    main()
+    from serving import serve  # in this folder
+
+    serve(load, run)

@@ -7,30 +7,10 @@ where it keeps them, and inter-token latencies are not known.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from typing import Any
-
-
-def main() -> None:
-    """Answer JSON lines until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints is no answer
-    engine = None
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            if message["op"] == "load":
-                engine, versions = load(message)
-                answer = {"ok": True, "versions": versions}
-            else:
-                answer = {"ok": True, **run(engine, message["requests"])}
-        except Exception as error:
-            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
 
 
 def load(message: dict[str, Any]) -> tuple[Any, dict[str, str]]:
@@ -88,4 +68,6 @@ def describe(result: Any, wall_s: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    from serving import serve  # in this folder
+
+    serve(load, run)
