@@ -79,13 +79,10 @@ class BlockDiffusionDrafter:
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
         """The most probable prefixes of each context under its block's marginals."""
-        max_depths = [min(self.horizon, context.max_depth) for context in contexts]
-        depth = min(max(max_depths, default=0), limits.max_nodes)
-        if depth <= 0:
-            return ScoredPrefixes.empty(len(contexts))
-        hidden = self._hidden(contexts, depth)
-        scored, rankings = self._ranking.best(hidden, contexts, limits, max_depths)
-        for context, ranked in zip(contexts, rankings, strict=True):
+        scored, rankings = self._ranking.draft(
+            contexts, limits, self.horizon, lambda depth: self._hidden(contexts, depth)
+        )
+        for context, ranked in zip(contexts, rankings, strict=False):  # none without a pass
             state = self._states[context.seq_id]
             state.anchor, state.ranked = state.cache.length, ranked
         return scored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,6 +49,28 @@ class BlockRanking:
             scores = scores * self._scale
         cap = self._softcap
         return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def draft(
+        self,
+        contexts: Sequence[DraftContext],
+        limits: DraftLimits,
+        horizon: int,
+        hidden_of: Callable[[int], torch.Tensor],
+    ) -> tuple[ScoredPrefixes, list[tuple[Ranked, ...]]]:
+        """``best`` of a pass as deep as the contexts and limits allow; no pass where that is 0.
+
+        Args:
+            horizon: deepest row of a block.
+            hidden_of: runs the pass: depth → [S, depth, H].
+
+        Returns:
+            As ``best``; without a pass no rankings at all.
+        """
+        max_depths = [min(horizon, context.max_depth) for context in contexts]
+        depth = min(max(max_depths, default=0), limits.max_nodes)
+        if depth <= 0:
+            return ScoredPrefixes.empty(len(contexts)), []
+        return self.best(hidden_of(depth), contexts, limits, max_depths)
 
     def best(
         self,

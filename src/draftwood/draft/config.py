@@ -75,23 +75,11 @@ class DraftConfig:
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(
-                f"block_size must be at least 2 (anchor and a mask), got {self.block_size}"
-            )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
-                f"{self.vocab_size}; name an unused token of the target"
-            )
+        check_block(self.block_size, self.mask_token_id, self.vocab_size)
         taps = self.target_layer_ids
         if not taps or any(tap < 0 for tap in taps) or len(set(taps)) != len(taps):
             raise ValueError(f"target_layer_ids must be distinct layers ≥ 0, got {list(taps)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+        check_heads(self.num_attention_heads, self.num_key_value_heads)
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -126,6 +114,26 @@ class DraftConfig:
     def window(self, layer: int) -> int | None:
         """Attention window of a layer, None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def check_block(block_size: int, mask_token_id: int, vocab_size: int) -> None:
+    """Refuse a block that cannot predict, and a mask that is no token."""
+    if block_size < 2:
+        raise ValueError(f"block_size must be at least 2 (anchor and a mask), got {block_size}")
+    if not 0 <= mask_token_id < vocab_size:
+        raise ValueError(
+            f"mask_token_id {mask_token_id} is outside the vocabulary of "
+            f"{vocab_size}; name an unused token of the target"
+        )
+
+
+def check_heads(num_attention_heads: int, num_key_value_heads: int) -> None:
+    """Refuse query heads that do not share key heads evenly."""
+    if num_attention_heads % num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {num_attention_heads} must be a multiple of "
+            f"num_key_value_heads {num_key_value_heads}"
+        )
 
 
 def parse_config(raw: Mapping[str, Any], *, has_embeddings: bool, has_head: bool) -> DraftConfig:

@@ -82,13 +82,10 @@ class IndependentDrafter:
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
         """The most probable prefixes of each context under its block's marginals."""
-        max_depths = [min(self.horizon, context.max_depth) for context in contexts]
-        depth = min(max(max_depths, default=0), limits.max_nodes)
-        if depth <= 0:
-            return ScoredPrefixes.empty(len(contexts))
-        hidden = self._blocks(contexts)[:, :depth]
-        scored, rankings = self._ranking.best(hidden, contexts, limits, max_depths)
-        for context, ranked in zip(contexts, rankings, strict=True):
+        scored, rankings = self._ranking.draft(
+            contexts, limits, self.horizon, lambda depth: self._blocks(contexts)[:, :depth]
+        )
+        for context, ranked in zip(contexts, rankings, strict=False):  # none without a pass
             state = self._states[context.seq_id]
             state.anchor, state.ranked = len(context.token_ids) - 1, ranked
         return scored

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftwood.draft.config import check_block, check_heads
 from draftwood.draft.rope import RopeConfig
 
 SECTION = "draftwood"
@@ -66,25 +67,13 @@ class IndependentConfig:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(
-                f"block_size must be at least 2 (anchor and a mask), got {self.block_size}"
-            )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
-                f"{self.vocab_size}; name an unused token of the target"
-            )
+        check_block(self.block_size, self.mask_token_id, self.vocab_size)
         if not self.layers or len(self.layers) != self.num_hidden_layers:
             raise ValueError(
                 f"the drafter has {self.num_hidden_layers} layers but lists {list(self.layers)} "
                 "as kept; list each once"
             )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+        check_heads(self.num_attention_heads, self.num_key_value_heads)
 
     @property
     def horizon(self) -> int:
