@@ -17,7 +17,7 @@ from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
-from draftwood.train.evaluate import CHAIN, evaluate
+from draftwood.train.evaluate import CHAIN, evaluate, loop_cycles, replay
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective, next_tokens
 from draftwood.train.loss import LossConfig
@@ -112,6 +112,25 @@ def test_offline_acceptance_is_a_replay_of_the_loop(network: IndependentNetwork)
     # the loop's last cycle may be cut by the limit, the replay's is not
     assert found.num_tokens == 24
     assert abs(found.num_cycles[CHAIN] - len(output.cycles)) <= 1
+
+
+@pytest.mark.parametrize("budget", [CHAIN, 3])
+def test_cycles_alone_are_those_of_the_replay(network: IndependentNetwork, budget: int) -> None:
+    """On replies with drafted tokens in them, so that chains of every length are accepted."""
+    row, chains = ROWS[0], set()
+    for length in range(8):
+        example = as_example(ResponseRow(row.token_ids, 4, "x"))
+        found = replay(network, example, (budget,))
+        assert loop_cycles(network, example, budget) == found.cycles[budget]
+        chains.add(found.num_tokens - found.cycles[budget])
+        _, hidden = network(
+            torch.tensor([row.token_ids]), torch.tensor([[4 + length]]),
+            torch.tensor([[[row.token_ids[4 + length], *[network.config.mask_token_id] * 3]]]),
+        )  # fmt: skip
+        drafted = network.logits(hidden)[0, 0].argmax(-1).tolist()
+        start = 5 + length
+        row = ResponseRow((*row.token_ids[:start], *drafted, *row.token_ids[start + 3 :]), 4, "x")
+    assert len(chains) > 2
 
 
 def test_resume_continues_exactly(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.train.anchors import Example
-from draftwood.train.evaluate import anchor_hidden, replay
+from draftwood.train.evaluate import anchor_hidden, loop_cycles
 from draftwood.tree.tree import FloatArray
 
 ORDERS = ("acceptance", "cosine", "last", "random")
@@ -70,7 +70,7 @@ def rank_layers(
         return _by_cosine(network, examples)
     candidates = [network.without(i) for i in range(count)]
     return race(
-        lambda layer, example: replay(candidates[layer], example, (budget,)).cycles[budget],
+        lambda layer, example: loop_cycles(candidates[layer], example, budget),
         count,
         examples,
         confidence,

@@ -13,7 +13,7 @@ from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
 from draftwood.train.anchors import Example
 from draftwood.train.distill import DistillObjective
-from draftwood.train.evaluate import evaluate
+from draftwood.train.evaluate import loop_cycles
 from draftwood.train.independent import TokenSource
 from draftwood.train.layer_choice import ORDERS, LayerScore, rank_layers
 from draftwood.train.prune_cost import draft_seconds, target_seconds
@@ -211,11 +211,12 @@ class _Run:
         return stage
 
     def _tau(self, network: IndependentNetwork) -> float:
-        budget = self.config.budget
-        found = evaluate(network.eval(), self._held[: self.config.num_validation], (budget,))
-        if not found:
+        config = self.config
+        held = [one for one in self._held[: config.num_validation] if one.num_anchors]
+        if not held:
             raise ValueError("the held-out replies have no token to predict; generate longer ones")
-        return found["all"].tau(budget)
+        cycles = sum(loop_cycles(network.eval(), one, config.budget) for one in held)
+        return sum(one.num_anchors for one in held) / cycles
 
     def _load(self, folder: str) -> IndependentNetwork:
         network = load_independent(folder, device=self._target.device)
