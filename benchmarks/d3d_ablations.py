@@ -54,6 +54,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prune-steps", type=int, default=200, help="per removed layer")
     parser.add_argument("--ranking", type=int, default=48, help="replies that layers compete on")
     parser.add_argument("--validation", type=int, default=48, help="replies that τ is measured on")
+    parser.add_argument("--prune-validation", type=int, default=48, help="the same when pruning")
+    parser.add_argument("--no-pruning", action="store_true", help="stop after the variants")
     parser.add_argument("--name", default="d3d_ablations", help="of the result file")
     return parser.parse_args()
 
@@ -80,15 +82,24 @@ def trained(
                 target.model, rows, folder, replace(recipe, pretrained=pretrained),
                 config_of(args, ar_weight), use=DataUse(num_validation=0), device=target.device,
             )  # fmt: skip
-        one = evaluate_drafter(folder / "draft", target, held, budgets=(CHAIN, 32))["all"]
-        records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-        losses = [record["loss"] for record in records if record["kind"] == "train"]
-        found[name] = {
-            "tau_chain": one.tau(CHAIN), "tau_32": one.tau(32), "accuracy": one.accuracy,
-            "num_tokens": one.num_tokens, "last_loss": losses[-1] if losses else None,
-        }  # fmt: skip
+        done = folder / f"evaluation-{args.validation}.json"
+        if not done.is_file():
+            done.write_text(json.dumps(evaluation(folder, target, held)))
+        found[name] = json.loads(done.read_text())
         print(name, found[name], flush=True)
     return found
+
+
+def evaluation(folder: Path, target: Target, held: list[ResponseRow]) -> dict[str, Any]:
+    """Acceptance on held-out replies, and what training cost."""
+    one = evaluate_drafter(folder / "draft", target, held, budgets=(CHAIN, 32))["all"]
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    last = [record for record in records if record["kind"] == "train"][-1]
+    return {
+        "tau_chain": one.tau(CHAIN), "tau_32": one.tau(32), "accuracy": one.accuracy,
+        "num_tokens": one.num_tokens, "last_loss": last["loss"],
+        "positions": last["positions"], "minutes": last["elapsed_s"] / 60,
+    }  # fmt: skip
 
 
 def pruned(
@@ -100,7 +111,7 @@ def pruned(
     for order in ORDERS:
         config = PruneConfig(
             recovery if args.prune_steps else None, order=order, min_depth=args.prune_to,
-            num_ranking=args.ranking, num_validation=args.validation,
+            num_ranking=args.ranking, num_validation=args.prune_validation,
         )  # fmt: skip
         folder = args.out / f"prune-{order}"
         tables[order] = prune_drafter(
@@ -132,8 +143,9 @@ def main() -> None:
     content: dict[str, Any] = {"machine": machine(), "settings": about}
     content["variants"] = trained(args, target, rows, recipe)
     save(args.name, **content)
-    content["pruning"] = pruned(args, target, rows)
-    print(save(args.name, **content))
+    if not args.no_pruning:
+        content["pruning"] = pruned(args, target, rows)
+        save(args.name, **content)
 
 
 if __name__ == "__main__":
