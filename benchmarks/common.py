@@ -65,9 +65,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, **content: Any) -> Path:
+def save(name: str, folder: Path = RESULTS, **content: Any) -> Path:
     """Write ``results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -5,7 +5,8 @@
 FOLDER holds one ``NAME.jsonl`` per set with ``{"turns": [...]}`` lines. Decodes the first turn of
 ``--prompts`` evenly spaced rows with the chain and with a tree of 32 nodes and prints τ per set
 with and without outputs that degenerate into repetition, and the mean over sets. Texts of chain and
-tree are compared. Not a timing benchmark: it may run on a busy machine.
+tree are compared. Not a timing benchmark: it may run on a busy machine. Every finished set is
+saved, and the same command continues with the next.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import RESULTS, named_drafter
+from common import RESULTS, named_drafter, save
 
 from draftwood.engine import Engine
 from draftwood.records import Output
@@ -78,6 +79,18 @@ def measure(
     }
 
 
+def finished(path: Path, settings: dict[str, str | int]) -> dict[str, dict[str, float | int]]:
+    """The sets that an earlier run with these settings finished."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["settings"] != settings:
+        raise SystemExit(
+            f"{path} is of other settings ({found['settings']}); remove it or use --out"
+        )
+    return found["sets"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -89,17 +102,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     target = load_target(args.target, dtype="float32", device="cpu")
-    table: dict[str, dict[str, float | int]] = {}
+    settings = {
+        "drafter": args.drafter,
+        "target": args.target,
+        "prompts_per_set": args.prompts,
+        "tokens": args.tokens,
+    }
+    table = finished(args.out, settings)
+    keys = [f"tau_{m}{suffix}" for m in METHODS for suffix in ("", "_sound")]
     for path in sorted(args.folder.glob("*.jsonl")):
+        if path.stem in table:
+            continue
         prompts = rows_of(path, args.prompts, target)
         table[path.stem] = measure(target, args.drafter, prompts, args.tokens)
         print(path.stem, table[path.stem], flush=True)
-    keys = [f"tau_{m}{suffix}" for m in METHODS for suffix in ("", "_sound")]
-    mean = {key: sum(row[key] for row in table.values()) / len(table) for key in keys}
-    print("mean", mean)
-    result = {"prompts_per_set": args.prompts, "tokens": args.tokens, "sets": table, "mean": mean}
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        mean = {key: sum(row[key] for row in table.values()) / len(table) for key in keys}
+        save(args.out.stem, folder=args.out.parent, settings=settings, sets=table, mean=mean)
+    print(args.out.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ def _draw(walkers: Sequence[_Walker], logits: torch.Tensor) -> None:
     plain = [row for row, walker in enumerate(walkers) if walker.sampler.is_plain_greedy]
     if plain:
         rows = logits if len(plain) == len(walkers) else logits[plain]
-        values, ids = rows.max(dim=-1)  # the first maximum, NaN if there is one
-        for row, value, token_id in zip(plain, values.tolist(), ids.tolist(), strict=True):
+        for row, value, token_id in zip(plain, *_maxima(rows), strict=True):
             walker = walkers[row]
             if isnan(value) or value == -torch.inf:
                 position = walker.sampler.num_output + len(walker.picks)
@@ -102,6 +101,16 @@ def _draw(walkers: Sequence[_Walker], logits: torch.Tensor) -> None:
             walker.picks.append(walker.sampler.pick(logits[row], walker.tokens))
         except DraftwoodError as error:
             walker.error = str(error)
+
+
+def _maxima(rows: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Value and place of the first maximum of each row [R, V]; NaN where there is one."""
+    if rows.device.type != "cpu" or rows.dtype not in (torch.float32, torch.float64):
+        values, ids = rows.max(dim=-1)
+        return values.tolist(), ids.tolist()
+    scores = rows.numpy()  # its argmax is vectorised, unlike torch's maximum with indices
+    places = scores.argmax(axis=-1)
+    return scores[range(len(places)), places].tolist(), places.tolist()
 
 
 def _step(walker: _Walker, tree: DraftTree) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 
 import numpy as np
@@ -94,8 +95,15 @@ def test_the_models_own_logits(native: Native, family: str, threads: int) -> Non
     torch.set_num_threads(threads)
     try:
         sizes = [1, 2, 3, 5, 8, 9, 17, 40, 70]
-        for got, want in zip(passes(fast, sizes), passes(own, sizes), strict=True):
-            assert (got - want).norm() <= 1e-5 * want.norm()
+        true = passes(Target(copy.deepcopy(model).double(), kernels=None, probe=False), sizes)
+        errors = [
+            max(
+                float((got - want).norm() / want.norm())
+                for got, want in zip(found, true, strict=True)
+            )
+            for found in (passes(fast, sizes), passes(own, sizes))
+        ]
+        assert errors[0] <= min(1.5 * errors[1], 2e-5)  # as near to float64 as torch's own
         check_parity(fast)  # several sequences, the path committed in between
     finally:
         torch.set_num_threads(before)

@@ -49,7 +49,7 @@ def feed(rank: Ranker, num: int, error: float, **params: Any) -> list[tuple[Rank
         picks: list[int] = []
         for row in range(3):
             picks.append(one.sampler.pick(target[row], picks).token_id)
-            rank.learn(ranked, row, picks[-1])
+            rank.learn(ranked, picks[-1:], row)
         seen.append((ranked, picks))
     return seen
 
@@ -93,7 +93,7 @@ def test_a_useless_drafter_learns_to_claim_little() -> None:
     for index in range(200):
         one = context(temperature=1.0, seed=index)
         ranked = rank.rank(logits(1, seed=index), [1], one, 4)
-        rank.learn(ranked, 0, one.sampler.pick(logits(1, seed=10_000 + index)[0], []).token_id)
+        rank.learn(ranked, [one.sampler.pick(logits(1, seed=10_000 + index)[0], []).token_id])
     weights = rank.weights(1.0, 2, 1)
     assert weights[0] < 0.2  # the scores say nothing …
     assert weights[1] > 0.2  # … but the noise still does
@@ -181,10 +181,10 @@ def test_forbidden_and_unknown_tokens_do_no_harm() -> None:
     one = context(temperature=1.0, seed=1, logit_bias={4: -torch.inf})
     ranked = rank.rank(logits(1)[:, order], [1], one, len(order))
     before = rank.weights(1.0, 2, 1)
-    rank.learn(ranked, 0, 7)  # not in the draft vocabulary
-    rank.learn(ranked, 0, 4)  # forbidden here
+    rank.learn(ranked, [7])  # not in the draft vocabulary
+    rank.learn(ranked, [4])  # forbidden here
     assert np.array_equal(rank.weights(1.0, 2, 1), before)
-    rank.learn(ranked, 0, 8)
+    rank.learn(ranked, [8])
     assert np.isfinite(rank.weights(1.0, 2, 1)).all()
     assert not np.array_equal(rank.weights(1.0, 2, 1), before)
     assert ranked.log_probs[0, -1] == -torch.inf

@@ -188,7 +188,7 @@ class AutoregressiveDrafter:
         for token_id in picks:
             if node is None or node.ranked is None:
                 return
-            self._ranker.learn(node.ranked, node.row, token_id)
+            self._ranker.learn(node.ranked, [token_id], node.row)
             node = (node.children or {}).get(token_id)
 
 

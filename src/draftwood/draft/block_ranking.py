@@ -103,9 +103,8 @@ class BlockRanking:
     def learn(self, ranked: Sequence[Ranked], picks: Sequence[int]) -> None:
         """Take in the target's own tokens at depths 1, 2, … of a proposal."""
         for part in ranked:
-            here = picks[part.depths[0] - 1 :]
-            for row, token_id in zip(range(len(part.depths)), here, strict=False):
-                self._ranker.learn(part, row, token_id)
+            above = part.depths[0] - 1
+            self._ranker.learn(part, picks[above : above + len(part.depths)])
 
     def _rank(
         self,

@@ -43,7 +43,7 @@ class Ranked:
         log_probs: [R, K] log r of the candidates, in decreasing order; float64.
         token_ids: [R, K] their target token ids.
         features: what the score of each column is a weighted sum of, each [R, V].
-        weights: [R, features] of that sum.
+        total: [R, V] that sum.
         log_norm: [R, 1] log Σ exp of the sums.
         depths: [R] depth of the predicted token, from 1.
         temperature: of the request.
@@ -52,7 +52,7 @@ class Ranked:
     log_probs: torch.Tensor
     token_ids: torch.Tensor
     features: tuple[torch.Tensor, ...]
-    weights: FloatArray
+    total: torch.Tensor
     log_norm: torch.Tensor
     depths: Sequence[int]
     temperature: float
@@ -101,25 +101,28 @@ class Ranker:
         log_norm = total.logsumexp(dim=1, keepdim=True)
         log_probs = (values.double() - log_norm.double()).clamp_(max=0.0)
         token_ids = self._columns.token_ids[at]
-        return Ranked(log_probs, token_ids, features, weights, log_norm, depths, params.temperature)
+        return Ranked(log_probs, token_ids, features, total, log_norm, depths, params.temperature)
 
-    def learn(self, ranked: Ranked, row: int, token_id: int) -> None:
-        """Take in that the target picked ``token_id`` where ``row`` predicted."""
-        column = self._columns.of(token_id)
-        features = [feature[row] for feature in ranked.features]
-        if column is None or not math.isfinite(features[0][column]):
+    def learn(self, ranked: Ranked, token_ids: Sequence[int], first_row: int = 0) -> None:
+        """Take in that the target picked ``token_ids`` where row ``first_row`` and on predicted."""
+        columns = [self._columns.of(token_id) for token_id in token_ids]
+        known = [(first_row + i, column) for i, column in enumerate(columns) if column is not None]
+        if not known:
             return
-        total = _weighted_sum([f[None] for f in features], ranked.weights[row : row + 1])[0]
-        probs = total.sub_(ranked.log_norm[row]).exp_()
-        features[0] = features[0].clamp(min=float(features[0].max()) + _LOWEST)
-        weighted = [feature * probs for feature in features]
-        mean = np.array([float(part.sum()) for part in weighted])
-        second = np.array([[float(part @ feature) for feature in features] for part in weighted])
-        picked = np.array([float(feature[column]) for feature in features])
-        slope = np.array([1.0, math.log2(ranked.depths[row])])
-        gradient = np.outer(picked - mean, slope).ravel()
-        curvature = np.kron(second - np.outer(mean, mean), np.outer(slope, slope))
-        self._fit(ranked.temperature, len(features)).update(gradient, curvature)
+        rows = [row for row, _ in known]
+        features = [feature[rows] for feature in ranked.features]
+        picked = torch.stack([f[range(len(known)), [c for _, c in known]] for f in features], 1)
+        probs = ranked.total[rows].sub_(ranked.log_norm[rows]).exp_()
+        features[0].clamp_(min=features[0].amax(dim=1, keepdim=True) + _LOWEST)
+        means, seconds = _moments(features, probs)
+        fit = self._fit(ranked.temperature, len(features))
+        for i, row in enumerate(rows):
+            if not picked[i, 0].isfinite():
+                continue  # forbidden by the request
+            slope = np.array([1.0, math.log2(ranked.depths[row])])
+            gradient = np.outer(picked[i].numpy(force=True) - means[i], slope).ravel()
+            spread = seconds[i] - np.outer(means[i], means[i])
+            fit.update(gradient, np.kron(spread, np.outer(slope, slope)))
 
     def weights(self, temperature: float, num_features: int, depth: int) -> FloatArray:
         """[num_features] current weights at a depth: a, then b, then c."""
@@ -162,3 +165,14 @@ def _weighted_sum(features: Sequence[torch.Tensor], weights: FloatArray) -> torc
     for index, feature in enumerate(features[1:], start=1):
         total.addcmul_(feature, columns[:, index : index + 1])
     return total
+
+
+def _moments(
+    features: Sequence[torch.Tensor], probs: torch.Tensor
+) -> tuple[FloatArray, FloatArray]:
+    """Means [R, features] and second moments [R, features, features] of features [R, V]."""
+    weighted = [feature * probs for feature in features]
+    means = torch.stack([part.sum(dim=1) for part in weighted], dim=1)
+    pairs = [[(part * f).sum(dim=1) for f in features] for part in weighted]
+    seconds = torch.stack([torch.stack(row, dim=1) for row in pairs], dim=1)
+    return means.double().numpy(force=True), seconds.double().numpy(force=True)

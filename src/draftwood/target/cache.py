@@ -90,13 +90,8 @@ class KVCache:
         self._window = num_rows
         for group in self._groups:
             group.reserve(self._length + num_rows, keep=self._length)
-        table = np.empty((self.num_layers, 6), dtype=np.int64)
-        for row, (group, slot) in zip(table, self._slots, strict=True):
-            for at, buffer in enumerate((group.keys, group.values)):
-                layer, head, token = buffer.stride()[:3]
-                row[at] = buffer.data_ptr() + slot * layer * buffer.element_size()
-                row[2 + 2 * at : 4 + 2 * at] = head, token
-        return table
+        tables = {id(group): group.places() for group in self._groups}
+        return np.stack([tables[id(group)][slot] for group, slot in self._slots])
 
     def commit(self, rows: IntArray) -> None:
         """Make window rows the next committed tokens, in the given order; drop the others.
@@ -191,6 +186,16 @@ class _Group:
         new = self._empty(old.shape[-1], self._capacity)
         new[:, :, :keep] = old[:, :, :keep]
         return new
+
+    def places(self) -> IntArray:
+        """[layers, 6] where each layer lies, as ``KVCache.open_window`` returns it."""
+        table = np.empty((self._num_layers, 6), dtype=np.int64)
+        slots = np.arange(self._num_layers)
+        for at, buffer in enumerate((self.keys, self.values)):
+            layer, head, token = buffer.stride()[:3]
+            table[:, at] = buffer.data_ptr() + slots * layer * buffer.element_size()
+            table[:, 2 + 2 * at : 4 + 2 * at] = head, token
+        return table
 
     def gather(self, start: int, sources: IntArray) -> None:
         """Move the tokens at positions ``sources`` to ``start``, ``start + 1``, …"""

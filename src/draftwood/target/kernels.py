@@ -130,10 +130,11 @@ class Kernels:
         self, layers: Sequence[nn.Module], windows: Sequence[int | None], lean: bool
     ) -> None:
         """Stand in for ``layers``: as a whole where they are of the Llama shape, else in parts."""
+        factors = _RopeFactors()
         for layer, window in zip(layers, windows, strict=True):
             if lean and is_llama_shaped(layer):
                 stand_in = LeanLayer(layer, window, self._fast)
-                self._forwards.append((layer, _lean_forward(layer, stand_in)))
+                self._forwards.append((layer, _lean_forward(layer, stand_in, factors)))
                 self.num_lean_layers += 1
                 continue
             for module in filter(is_plain_linear, layer.modules()):
@@ -163,8 +164,9 @@ class Kernels:
         stand_ins: Sequence[StandIn] = natives
         if len({one.widths for one in natives}) == 1:
             stand_ins = NativeStack(native, natives, scratch).layers()
+        factors = _RopeFactors()
         for layer, one in zip(layers, stand_ins, strict=True):
-            self._forwards.append((layer, _lean_forward(layer, one)))
+            self._forwards.append((layer, _lean_forward(layer, one, factors)))
         self._layers_watch = Watch(layers)
         self.num_lean_layers, self.is_native = len(layers), True
         self._native_bytes = sum(one.copied_bytes for one in natives)
@@ -201,9 +203,23 @@ class Kernels:
         return self.linears[-1]
 
 
-def _lean_forward(layer: nn.Module, stand_in: StandIn) -> Callable[..., torch.Tensor]:
+class _RopeFactors:
+    """``rope_factors`` of the cosines that all layers of a pass share."""
+
+    def __init__(self) -> None:
+        self._cos: torch.Tensor | None = None
+        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._cos is not cos or self._factors is None:
+            self._cos, self._factors = cos, rope_factors(cos, sin)
+        return self._factors
+
+
+def _lean_forward(
+    layer: nn.Module, stand_in: StandIn, factors: _RopeFactors
+) -> Callable[..., torch.Tensor]:
     own = layer.forward
-    known: list[Any] = [None, None]  # the last cosines, and the factors made from them
 
     def forward(
         hidden_states: torch.Tensor,
@@ -217,10 +233,8 @@ def _lean_forward(layer: nn.Module, stand_in: StandIn) -> Callable[..., torch.Te
                 hidden_states, *args, position_embeddings=position_embeddings, **kwargs
             )
             return result
-        cos, sin = position_embeddings
-        if known[0] is not cos:
-            known[:] = [cos, rope_factors(cos, sin)]
-        return stand_in.forward(hidden_states[0], known[1], draftwood_pass)[None]
+        rope = factors.of(*position_embeddings)
+        return stand_in.forward(hidden_states[0], rope, draftwood_pass)[None]
 
     return forward
 

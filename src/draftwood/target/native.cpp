@@ -12,14 +12,15 @@
 #include <omp.h>
 
 #if defined(__AVX512F__)
-constexpr int VL = 16, MR = 8;  // floats per vector, rows at a time
+constexpr int VL = 16, MR = 8, MIX = 4;  // floats per vector, rows at a time: of x, of P
 #elif defined(__AVX2__)
-constexpr int VL = 8, MR = 4;
+constexpr int VL = 8, MR = 4, MIX = 2;
 #else
-constexpr int VL = 4, MR = 4;
+constexpr int VL = 4, MR = 4, MIX = 2;
 #endif
 constexpr int NV = 3, NR = NV * VL;  // MR · NV sums, NV weights and one input fit the registers
 constexpr int KB = 64;               // inputs at a time: their rows stay in the first cache
+constexpr int LINES = (2 * NR * 4 + 63) / 64;  // cache lines of the weights of two inputs
 constexpr int MAX_ROWS = 32;  // sums, rows and weights of a block stay in the first cache
 constexpr int BK = 64, MAX_D = 256, MAX_R = 48;  // keys at a time, head size, query rows at a time
 
@@ -116,9 +117,9 @@ static void panel(const float *w, const float *x, long n, long K, float *acc) {
   for (long k = 0; k < K; k += KB) {
     long kb = least(KB, K - k);
     const float *wk = w + k * NR, *xk = x + k * n;
-    if (passes == 1) block<3>(wk, xk, n, kb, acc, k == 0, passes);
-    else if (passes == 2) block<2>(wk, xk, n, kb, acc, k == 0, passes);
-    else block<1>(wk, xk, n, kb, acc, k == 0, passes);
+    if (passes == 1) block<LINES>(wk, xk, n, kb, acc, k == 0, passes);
+    else if (passes == 2) block<(LINES + 1) / 2>(wk, xk, n, kb, acc, k == 0, passes);
+    else block<(LINES + 2) / 3>(wk, xk, n, kb, acc, k == 0, passes);
   }
 }
 
@@ -216,104 +217,127 @@ struct View {
   float *new_K, *new_V;  // where dw_stack puts the rows' own keys and values
 };
 
-// R query rows over the keys of one head, BK keys at a time with a running maximum.
+// S[NJ keys][row of queries] = scale · K · Q for NQ vectors of queries; Q lies transposed
+template <int NQ, int NJ>
+INLINE void scores(const float *Q, long width, const float *K, long k_row, int D, float scale,
+                   float *S) {
+  vf a[NJ][NQ];
+  UNROLL for (int j = 0; j < NJ; j++) UNROLL for (int t = 0; t < NQ; t++) a[j][t] = (vf){};
+  for (int d = 0; d < D; d++, Q += width) {
+    vf q[NQ];
+    UNROLL for (int t = 0; t < NQ; t++) q[t] = *(const vf *)(Q + VL * t);
+    UNROLL for (int j = 0; j < NJ; j++) {
+      float k = K[j * k_row + d];
+      UNROLL for (int t = 0; t < NQ; t++) a[j][t] += q[t] * k;
+    }
+  }
+  UNROLL for (int j = 0; j < NJ; j++)
+    UNROLL for (int t = 0; t < NQ; t++) *(vf *)(S + j * width + VL * t) = a[j][t] * scale;
+}
+
+template <int NQ, int NJ>
+static void all_scores(const float *Q, long width, const float *K, long k_row, int nk, int D,
+                       float scale, float *S) {
+  int j = 0;
+  for (; j + NJ <= nk; j += NJ)
+    scores<NQ, NJ>(Q, width, K + j * k_row, k_row, D, scale, S + j * width);
+  for (; j < nk; j++) scores<NQ, 1>(Q, width, K + j * k_row, k_row, D, scale, S + j * width);
+}
+
+// O[M rows][NT vectors] += Pᵀ · V over nk keys
+template <int M, int NT>
+INLINE void mix(const float *P, long width, const float *V, long v_row, int nk, float *O, int D) {
+  vf a[M][NT];
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int t = 0; t < NT; t++) a[i][t] = *(vf *)(O + i * D + VL * t);
+  for (int j = 0; j < nk; j++, P += width, V += v_row) {
+    vf w[NT];
+    UNROLL for (int t = 0; t < NT; t++) w[t] = load(V + VL * t);
+    UNROLL for (int i = 0; i < M; i++)
+      UNROLL for (int t = 0; t < NT; t++) a[i][t] += w[t] * P[i];
+  }
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int t = 0; t < NT; t++) *(vf *)(O + i * D + VL * t) = a[i][t];
+}
+
+template <int M>
+static void mix_rows(const float *P, long width, const float *V, long v_row, int nk, int D,
+                     float *O) {
+  int d = 0;
+  for (; d + 4 * VL <= D; d += 4 * VL) mix<M, 4>(P, width, V + d, v_row, nk, O + d, D);
+  for (; d < D; d += VL) mix<M, 1>(P, width, V + d, v_row, nk, O + d, D);
+}
+
+static bool is_zero(const float *p, int n) {
+  vf any = {};
+  int j = 0;
+  for (; j + VL <= n; j += VL) {
+    vf v = load(p + j);
+    any = any < v * v ? v * v : any;
+  }
+  for (; j < n; j++) if (p[j] != 0) return false;
+  return max_of(any) == 0;
+}
+
+// R query rows over the keys of one head, BK keys at a time with a running maximum. Vectors run
+// over the queries and every sum over its keys in order, so that a row's result depends neither on
+// the rows beside it nor on keys that it does not see.
 static void attend(const float **q, float **out, const float **mask, const long *limit, int R,
                    const float *K, long k_row, const float *V, long v_row, long L, int D,
                    float scale) {
-  alignas(64) float S[MAX_R][BK], O[MAX_R][MAX_D], KT[MAX_D * BK];
-  float top[MAX_R], sum[MAX_R];
-  for (int r = 0; r < R; r++) {
-    top[r] = -INFINITY;
-    sum[r] = 0;
-    memset(O[r], 0, D * 4);
-  }
+  alignas(64) float Q[MAX_D * MAX_R], S[BK * MAX_R], O[MAX_R * MAX_D];
+  alignas(64) float top[MAX_R], sum[MAX_R], shrink[MAX_R];
+  int vectors = (R + VL - 1) / VL, width = vectors * VL;
+  for (int d = 0; d < D; d++)
+    for (int r = 0; r < width; r++) Q[d * width + r] = r < R ? q[r][d] : 0.f;
+  for (int r = 0; r < width; r++) top[r] = -INFINITY, sum[r] = 0;
+  memset(O, 0, sizeof(float) * R * D);
   for (long k0 = 0; k0 < L; k0 += BK) {
     int nk = least(BK, L - k0);
     const float *Kb = K + k0 * k_row, *Vb = V + k0 * v_row;
-    if (R >= 6) {  // turning the keys round pays
-      for (int j = 0; j < BK; j++)
-        for (int d = 0; d < D; d++) KT[d * BK + j] = j < nk ? Kb[j * k_row + d] : 0.f;
-      for (int r = 0; r < R; r += 3) {
-        int m = least(3, R - r);
-        const float *q0 = q[r], *q1 = q[r + (m > 1)], *q2 = q[r + (m > 2 ? 2 : m > 1)];
-        for (int j = 0; j < BK; j += 4 * VL) {
-          vf a[3][4];
-          UNROLL for (int i = 0; i < 3; i++) UNROLL for (int t = 0; t < 4; t++) a[i][t] = (vf){};
-          for (int d = 0; d < D; d++) {
-            UNROLL for (int t = 0; t < 4; t++) {
-              vf w = *(vf *)(KT + d * BK + j + VL * t);
-              a[0][t] += w * q0[d];
-              a[1][t] += w * q1[d];
-              a[2][t] += w * q2[d];
-            }
-          }
-          for (int i = 0; i < m; i++)
-            UNROLL for (int t = 0; t < 4; t++) *(vf *)(&S[r + i][j + VL * t]) = a[i][t] * scale;
-        }
+    for (int v = 0; v < vectors; v += 3) {
+      const float *Qv = Q + v * VL;
+      float *Sv = S + v * VL;
+      switch (least(3, vectors - v)) {
+        case 1: all_scores<1, 8>(Qv, width, Kb, k_row, nk, D, scale, Sv); break;
+        case 2: all_scores<2, 4>(Qv, width, Kb, k_row, nk, D, scale, Sv); break;
+        default: all_scores<3, 4>(Qv, width, Kb, k_row, nk, D, scale, Sv);
       }
-    } else {
-      for (int r = 0; r < R; r++)
-        for (int j = 0; j < nk; j++) {
-          vf a = {};
-          for (int d = 0; d < D; d += VL) a += load(q[r] + d) * load(Kb + j * k_row + d);
-          S[r][j] = sum_of(a) * scale;
-        }
     }
     for (int r = 0; r < R; r++) {
-      float *s = S[r];
-      if (mask[r]) for (int j = 0; j < nk; j++) s[j] += mask[r][k0 + j];
-      for (int j = limit[r] > k0 ? least(nk, limit[r] - k0) : 0; j < BK; j++) s[j] = -INFINITY;
-      vf best = load(s);
-      for (int j = VL; j < BK; j += VL) best = load(s + j) > best ? load(s + j) : best;
-      float highest = max_of(best);
-      if (highest < top[r]) highest = top[r];
-      if (highest == -INFINITY) {
-        for (int j = 0; j < BK; j++) s[j] = 0;
-        continue;
+      if (mask[r] && !is_zero(mask[r] + k0, nk))
+        for (int j = 0; j < nk; j++) S[j * width + r] += mask[r][k0 + j];
+      for (int j = limit[r] > k0 ? least(nk, limit[r] - k0) : 0; j < nk; j++)
+        S[j * width + r] = -INFINITY;
+    }
+    for (int v = 0; v < vectors; v++) {
+      float *s = S + v * VL;
+      vf old = *(vf *)(top + v * VL), best = old, total = {};
+      for (int j = 0; j < nk; j++) {
+        vf x = *(vf *)(s + j * width);
+        best = x > best ? x : best;
       }
-      if (highest > top[r]) {
-        float c = top[r] == -INFINITY ? 0.f : exp_of(splat(top[r] - highest))[0];
-        sum[r] *= c;
-        for (int d = 0; d < D; d++) O[r][d] *= c;
-        top[r] = highest;
-      }
-      vf total = {};
-      for (int j = 0; j < BK; j += VL) {
-        vf v = load(s + j), e = exp_of(v - highest);
-        e = v == splat(-INFINITY) ? (vf){} : e;
-        store(s + j, e);
+      *(vf *)(top + v * VL) = best;
+      best = best == splat(-INFINITY) ? (vf){} : best;
+      for (int j = 0; j < nk; j++) {
+        vf x = *(vf *)(s + j * width), e = exp_of(x - best);
+        e = x == splat(-INFINITY) ? (vf){} : e;
+        *(vf *)(s + j * width) = e;
         total += e;
       }
-      sum[r] += sum_of(total);
+      vf c = exp_of(old - best);
+      *(vf *)(shrink + v * VL) = c;
+      *(vf *)(sum + v * VL) = *(vf *)(sum + v * VL) * c + total;
     }
-    for (int r = 0; r < R; r += 2)
-      for (int d = 0; d < D; d += 4 * VL) {
-        int r1 = r + (r + 1 < R), nv = least(4, (D - d) / VL);
-        vf a[2][4];
-        for (int t = 0; t < nv; t++) a[0][t] = load(&O[r][d + VL * t]), a[1][t] = load(&O[r1][d + VL * t]);
-        if (nv == 4) {
-          for (int j = 0; j < nk; j++)
-            UNROLL for (int t = 0; t < 4; t++) {
-              vf w = load(Vb + j * v_row + d + VL * t);
-              a[0][t] += w * S[r][j];
-              a[1][t] += w * S[r1][j];
-            }
-        } else {
-          for (int j = 0; j < nk; j++)
-            for (int t = 0; t < nv; t++) {
-              vf w = load(Vb + j * v_row + d + VL * t);
-              a[0][t] += w * S[r][j];
-              a[1][t] += w * S[r1][j];
-            }
-        }
-        for (int t = 0; t < nv; t++) {
-          store(&O[r][d + VL * t], a[0][t]);
-          if (r1 > r) store(&O[r1][d + VL * t], a[1][t]);
-        }
-      }
+    for (int r = 0; r < R; r++)
+      if (shrink[r] != 1)
+        for (int d = 0; d < D; d += VL) *(vf *)(O + r * D + d) *= shrink[r];
+    int r = 0;
+    for (; r + MIX <= R; r += MIX) mix_rows<MIX>(S + r, width, Vb, v_row, nk, D, O + r * D);
+    for (; r < R; r++) mix_rows<1>(S + r, width, Vb, v_row, nk, D, O + r * D);
   }
   for (int r = 0; r < R; r++)
-    for (int d = 0; d < D; d++) out[r][d] = O[r][d] / sum[r];
+    for (int d = 0; d < D; d++) out[r][d] = O[r * D + d] / sum[r];
 }
 
 // ---- one layer -----------------------------------------------------------------------------
@@ -325,14 +349,14 @@ struct Layer {
   long H, I, heads, kv_heads, D;
 };
 
-static void attend_rows(const Layer &L, const float *qkv, const View &w, long r0, long r1, long h0,
-                        long count, float *attended) {
+static void attend_rows(const Layer &L, const float *qkv, const View &w, long r0, long r1,
+                        long kv_head, float *attended) {
   const float *q[MAX_R], *mask[MAX_R];
   float *out[MAX_R];
-  long limit[MAX_R], kv_head = h0 / (L.heads / L.kv_heads);
+  long limit[MAX_R], groups = L.heads / L.kv_heads;
   int R = 0;
   for (long r = r0; r < r1; r++)
-    for (long h = h0; h < h0 + count; h++, R++) {
+    for (long h = kv_head * groups; h < (kv_head + 1) * groups; h++, R++) {
       q[R] = qkv + (w.start + r) * L.qkv.O + h * L.D;
       out[R] = attended + (w.start + r) * L.heads * L.D + h * L.D;
       mask[R] = w.mask ? w.mask + r * w.mask_row : nullptr;
@@ -387,17 +411,16 @@ void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *v
 #pragma omp parallel num_threads(threads)
   {
     long t = omp_get_thread_num(), T = omp_get_num_threads();
-    long groups = L.heads / L.kv_heads, per_block = groups < MAX_R / 9 ? 9 : MAX_R / groups;
+    long per_block = MAX_R / (L.heads / L.kv_heads);
     long unit = 0, mine = __atomic_fetch_add(&ticket, 1, __ATOMIC_RELAXED);
     for (long v = 0; v < num_views; v++) {
       long blocks = (views[v].n + per_block - 1) / per_block;
-      bool split = blocks * L.kv_heads < 2 * T;  // few rows: share the heads of a group as well
-      long count = split ? 1 : groups, units = L.heads / count;
+      while (blocks * L.kv_heads < 3 * T && blocks < views[v].n) blocks++;
       for (long b = 0; b < blocks; b++)
-        for (long u = 0; u < units; u++, unit++) {
+        for (long g = 0; g < L.kv_heads; g++, unit++) {
           if (unit != mine) continue;
           long r0 = share(views[v].n, b, blocks), r1 = share(views[v].n, b + 1, blocks);
-          attend_rows(L, qkv, views[v], r0, r1, u * count, count, attended);
+          attend_rows(L, qkv, views[v], r0, r1, g, attended);
           mine = __atomic_fetch_add(&ticket, 1, __ATOMIC_RELAXED);
         }
     }

@@ -55,11 +55,11 @@ class NativeStack:
         packed: PackedPass,
     ) -> torch.Tensor:
         """[N, hidden_size] → [N, hidden_size] of layer ``index``."""
-        if not all(cache.has_buffers for cache in packed.caches):
-            return self._layers[index].forward(hidden, rope, packed)
         if index == 0:
-            self._outputs = self._run(hidden.contiguous(), rope, packed)
-        assert self._outputs is not None
+            ready = all(cache.has_buffers for cache in packed.caches)
+            self._outputs = self._run(hidden.contiguous(), rope, packed) if ready else None
+        if self._outputs is None:
+            return self._layers[index].forward(hidden, rope, packed)
         output = self._outputs[index]
         if index == len(self._layers) - 1:
             self._outputs = None

@@ -18,7 +18,9 @@ class Watch:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)
-        self._parts = [part for root in roots for part in root.modules() if part is not root]
+        parts = [part for root in roots for part in root.modules() if part is not root]
+        self._hooks = [part._forward_hooks for part in parts]
+        self._hooks += [part._forward_pre_hooks for part in parts]
         parameters = {id(p): p for root in roots for p in root.parameters()}
         # Tensors made in inference mode do not count their changes.
         self._parameters = [p for p in parameters.values() if not p.is_inference()]
@@ -36,6 +38,6 @@ class Watch:
             not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and not any(root.training for root in self._roots)
-            and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts)
+            and not any(self._hooks)
             and self._stamps == self._current_stamps()
         )
