@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from draftwood.commit import accept, commit
@@ -99,7 +98,7 @@ class Engine:
 
         samplers = [seq.sampler if seq.is_decoding else None for seq in seqs]
         logits_of = row_logits(
-            self.target.logits, out.hidden, tree, np.isin(tree.seq, decoding),
+            self.target.logits, out.hidden, tree, decoding,
             rows_together=self.target.kernels.head_rows,
         )  # fmt: skip
         verdicts = walk(tree, logits_of, samplers)

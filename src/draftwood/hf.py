@@ -43,6 +43,27 @@ class _Learned:
     latency: LatencyModel
 
 
+class _Turn:
+    """A lock that refuses the thread that holds it, which would wait for itself for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            raise ValueError(
+                "generate was called from inside a call with the same custom_generate (by a logits "
+                "processor, a stopping criterion or a streamer); give the inner call its own"
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *_error: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+
 def custom_generate(
     drafter: str | Drafter | None = "auto",
     *,
@@ -62,7 +83,9 @@ def custom_generate(
     keyword of ``generate``, left padding, ``num_return_sequences`` and ``return_dict_in_generate``.
     Rows advance independently, so processors and criteria see one row at a time (repeated to the
     size of the batch where they may look at a certain row of it), each visited position once and in
-    order. A finished row is filled with the padding token.
+    order. A finished row is filled with the padding token (``generate`` lets a row that a criterion
+    ended run on with the others where no token ends a sequence), and a row ends at the latest where
+    the model's context does (``generate`` runs on, with a warning).
 
     ``generate`` itself drops ``streamer``, ``tokenizer``, ``assistant_model`` and ``synced_gpus``
     when it is given a callable: pass the first two here.
@@ -83,7 +106,7 @@ def custom_generate(
     """
     parse_budget(budget)
     learned: WeakKeyDictionary[PreTrainedModel, _Learned] = WeakKeyDictionary()
-    lock = threading.Lock()
+    turn = _Turn()
 
     def decode(
         model: PreTrainedModel,
@@ -96,9 +119,10 @@ def custom_generate(
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         criteria = [*stopping_criteria, *_stop_string_criteria(stop_strings, tokenizer)]
         request = read_request(
-            input_ids, logits_processor, criteria, generation_config, model_kwargs
-        )
-        with lock:
+            input_ids, logits_processor, criteria, generation_config, model_kwargs,
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        )  # fmt: skip
+        with turn:
             known = learned.get(model)
             target = Target(model, probe=known is None)
             engine = Engine(

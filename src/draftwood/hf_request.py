@@ -46,8 +46,12 @@ def read_request(
     criteria: Sequence[Any],
     config: GenerationConfig,
     model_kwargs: Mapping[str, Any],
+    *,
+    vocab_size: int,
 ) -> Request:
     """Translate, or refuse with the reason.
+
+    End-of-sequence tokens outside the vocabulary (−1 is in use for "none") never occur and go.
 
     Raises:
         ValueError: something that could not be honoured.
@@ -59,13 +63,15 @@ def read_request(
     lengths = [c.max_length for c in criteria if isinstance(c, hf.MaxLengthCriteria)]
     if not lengths:
         raise ValueError("no length limit; set max_new_tokens or max_length")
-    eos = [c.eos_token_id for c in criteria if isinstance(c, hf.EosTokenCriteria)]
+    given = [c.eos_token_id for c in criteria if isinstance(c, hf.EosTokenCriteria)]
+    eos = {t for ids in given for t in ids.flatten().tolist() if 0 <= t < vocab_size}
     others = [c for c in criteria if not isinstance(c, (hf.MaxLengthCriteria, hf.EosTokenCriteria))]
     lifted, rest = _lift(list(processors)) if config.do_sample else ({}, list(processors))
     _check_processors(rest, len(prompts))
     params = SamplingParams(
-        max_new_tokens=min(lengths) - input_ids.shape[1],
-        stop_token_ids=tuple(sorted({int(t) for ids in eos for t in ids.flatten()})),
+        # A criterion of the user's may be met from the start; it is asked after the first token.
+        max_new_tokens=max(1, min(lengths) - input_ids.shape[1]),
+        stop_token_ids=tuple(sorted(eos)),
         ignore_eos=True,  # the model's own list may differ from this call's
         seed=_draw_seed() if config.do_sample else None,
         **({"temperature": 1.0, **lifted} if config.do_sample else {}),
@@ -114,6 +120,8 @@ def _strip_padding(
                 f"{tuple(input_ids.shape)}; only a mask of the prompt tokens is supported"
             )
         kept = mask != 0
+        if not torch.equal(kept.to(mask.dtype), mask):
+            raise ValueError("attention_mask must hold only zeros and ones")
         if not bool((kept.int().diff(dim=1) >= 0).all() & kept[:, -1].all()):
             raise ValueError(
                 "attention_mask must be zeros followed by ones; use padding_side='left' and no gaps"
@@ -155,12 +163,14 @@ def _check_config(config: GenerationConfig) -> None:
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:
-    if input_ids.dim() != 2 or not input_ids.shape[1]:
-        raise ValueError(f"input_ids must be [batch, length ≥ 1], got {tuple(input_ids.shape)}")
     known = {*_IGNORED_INPUTS, "attention_mask", "position_ids", "cache", "past_key_values"}
     extra = [k for k, value in model_kwargs.items() if k not in known and value is not None]
     if extra:
         raise ValueError(f"model input {extra[0]} is not supported; only token ids are")
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(
+            f"input_ids must be [batch ≥ 1, length ≥ 1], got {tuple(input_ids.shape)}"
+        )
     for name in ("cache", "past_key_values"):
         cache = model_kwargs.get(name)
         if cache is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -52,10 +53,12 @@ class RowProcessor:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[1, L] token ids and [1, V] scores → [1, V] scores."""
-        ids = torch.cat([self._padding.to(input_ids.device)[None], input_ids], dim=1)
         try:
-            for processor in self._processors:
-                scores = self._apply(processor, ids, scores)
+            with _as_in_generate():
+                ids = torch.cat([self._padding.to(input_ids.device)[None], input_ids], dim=1)
+                scores = scores.clone()
+                for processor in self._processors:
+                    scores = self._apply(processor, ids, scores)
         except Exception as error:
             self.failure = error
             raise
@@ -84,10 +87,12 @@ class RowCriteria:
         self._num_padding = len(self._ids)
 
     def __call__(self, token_ids: Sequence[int]) -> bool:
-        new = torch.tensor(token_ids[len(self._ids) - self._num_padding :], dtype=torch.int64)
-        self._ids = torch.cat([self._ids, new.to(self._ids.device)])
         try:
-            return any(self._says_stop(criterion) for criterion in self._criteria)
+            with _as_in_generate():
+                new = token_ids[len(self._ids) - self._num_padding :]
+                added = torch.tensor(new, dtype=torch.int64, device=self._ids.device)
+                self._ids = torch.cat([self._ids, added])
+                return any(self._says_stop(criterion) for criterion in self._criteria)
         except Exception as error:
             self.failure = error
             raise
@@ -97,6 +102,13 @@ class RowCriteria:
         ids = self._ids[None] if alone else self._ids.repeat(self._num_rows, 1)
         said = torch.as_tensor(criterion(ids, None)).flatten()
         return bool(said[0] if len(said) == 1 else said[self._row])
+
+
+@contextmanager
+def _as_in_generate() -> Iterator[None]:
+    """The engine's inference mode is off: tensors made here may be kept, changed and derived."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Puts(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 
@@ -11,7 +11,7 @@ import torch
 
 from draftwood.errors import DraftwoodError
 from draftwood.sampling import Pick, Sampler, bad_scores
-from draftwood.tree.tree import BoolArray, DraftTree, IntArray
+from draftwood.tree.tree import DraftTree, IntArray
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ def walk(
         for sampler, start in zip(samplers, tree.starts, strict=False)
     ]
     active = [walker for walker in walkers if walker is not None]
+    children = tree.edges()
     while active:
         nodes = np.array([walker.path[-1] for walker in active], dtype=np.int64)
         _draw(active, logits_of(nodes))
-        active = [walker for walker in active if _step(walker, tree)]
+        active = [walker for walker in active if _step(walker, children)]
     return [
         Verdict(np.arange(*tree.span(s), dtype=np.int64))
         if walker is None
@@ -113,11 +114,11 @@ def _maxima(rows: torch.Tensor) -> tuple[list[float], list[int]]:
     return scores[range(len(places)), places].tolist(), places.tolist()
 
 
-def _step(walker: _Walker, tree: DraftTree) -> bool:
+def _step(walker: _Walker, children: Mapping[tuple[int, int], int]) -> bool:
     """Go to the child that carries the last pick; False where the walk ends."""
     if walker.error is not None:
         return False
-    child = tree.children(walker.path[-1]).get(walker.picks[-1].token_id)
+    child = children.get((walker.path[-1], walker.picks[-1].token_id))
     if child is None:
         return False
     walker.path.append(child)
@@ -128,23 +129,24 @@ def row_logits(
     head: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     tree: DraftTree,
-    wanted: BoolArray,
+    seqs: Sequence[int],
     *,
     rows_together: int = 1,
 ) -> Callable[[IntArray], torch.Tensor]:
     """The ``logits_of`` of ``walk`` for the hidden rows of one target forward.
 
     On CPU the head runs as the walk asks, which costs less than all rows. Elsewhere one call for
-    all ``wanted`` rows is cheaper than one per depth.
+    all rows of ``seqs`` is cheaper than one per depth.
 
     Args:
         head: [R, H] → [R, V].
         hidden: [N, H] packed rows of ``tree``.
-        wanted: [N] rows that the walk may visit.
+        seqs: the sequences whose rows the walk may visit.
         rows_together: rows that the head computes in the time of one. Where the walk asks for
             fewer, the likeliest nodes below come along: they may be asked for next.
     """
     if hidden.device.type != "cpu":
+        wanted = np.isin(tree.seq, seqs)
         table = head(hidden[torch.from_numpy(wanted)])
         place = np.cumsum(wanted) - 1
         return lambda rows: table[torch.from_numpy(place[rows])]
@@ -154,22 +156,25 @@ def row_logits(
         asked = rows.tolist()
         missing = [row for row in asked if row not in known]
         if missing:
-            spare = rows_together // len(missing) - 1
-            batch = [node for row in missing for node in _with_best_below(tree, row, spare)]
+            batch = _with_best_below(tree, missing, rows_together // len(missing) - 1)
             known.update(zip(batch, head(hidden[batch]), strict=True))
         return known[asked[0]][None] if len(asked) == 1 else torch.stack([known[r] for r in asked])
 
     return logits_of
 
 
-def _with_best_below(tree: DraftTree, node: int, count: int) -> list[int]:
-    """A node and up to ``count`` of its descendants; nodes come in decreasing probability."""
-    found = [node]
-    if count > 0:
+def _with_best_below(tree: DraftTree, nodes: Sequence[int], count: int) -> list[int]:
+    """Each node and up to ``count`` of its descendants; they come in decreasing probability."""
+    if count <= 0:
+        return list(nodes)
+    parents, batch = tree.parents.tolist(), []
+    for node in nodes:
+        found = [node]
         _, end = tree.span(int(tree.seq[node]))
         for below in range(node + 1, end):
-            if int(tree.parents[below]) in found:
+            if len(found) > count:
+                break
+            if parents[below] in found:
                 found.append(below)
-                if len(found) > count:
-                    break
-    return found
+        batch += found
+    return batch

@@ -296,12 +296,12 @@ def test_ranking_learns_while_the_engine_decodes(target: Target, params: dict[st
     drafter = BlockDiffusionDrafter(networks(target)["plain"], target)
     engine = Engine(target, drafter, Fixed(12), prefill_chunk_len=5)
     num_features = 2 if params else 1
-    before = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, 1)
+    before = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, [1])
     settings = SamplingParams(max_new_tokens=30, **params)
     outputs = engine.generate([TOKENS[:12], TOKENS[20:23]], settings)
     plain = Engine(target).generate([TOKENS[:12], TOKENS[20:23]], settings)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    after = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, 1)
+    after = drafter._ranking._ranker.weights(params.get("temperature", 0.0), num_features, [1])
     assert not np.array_equal(before, after)
     assert not drafter._states
 

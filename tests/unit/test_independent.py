@@ -259,11 +259,11 @@ def test_output_is_the_targets_own_and_ranking_learns(
     params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=2)
     prompts = [TOKENS[:12], TOKENS[20:23]]
     drafter = IndependentDrafter(network, target)
-    before = drafter._ranking._ranker.weights(1.0, 2, 1)
+    before = drafter._ranking._ranker.weights(1.0, 2, [1])
     outputs = Engine(target, drafter, Fixed(12), prefill_chunk_len=5).generate(prompts, params)
     plain = Engine(target).generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert not np.array_equal(before, drafter._ranking._ranker.weights(1.0, 2, 1))
+    assert not np.array_equal(before, drafter._ranking._ranker.weights(1.0, 2, [1]))
     assert not drafter._states
 
 

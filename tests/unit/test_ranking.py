@@ -94,7 +94,7 @@ def test_a_useless_drafter_learns_to_claim_little() -> None:
         one = context(temperature=1.0, seed=index)
         ranked = rank.rank(logits(1, seed=index), [1], one, 4)
         rank.learn(ranked, [one.sampler.pick(logits(1, seed=10_000 + index)[0], []).token_id])
-    weights = rank.weights(1.0, 2, 1)
+    (weights,) = rank.weights(1.0, 2, [1])
     assert weights[0] < 0.2  # the scores say nothing …
     assert weights[1] > 0.2  # … but the noise still does
 
@@ -180,13 +180,13 @@ def test_forbidden_and_unknown_tokens_do_no_harm() -> None:
     rank = Ranker(Columns(len(order), VOCAB, order))
     one = context(temperature=1.0, seed=1, logit_bias={4: -torch.inf})
     ranked = rank.rank(logits(1)[:, order], [1], one, len(order))
-    before = rank.weights(1.0, 2, 1)
+    before = rank.weights(1.0, 2, [1])
     rank.learn(ranked, [7])  # not in the draft vocabulary
     rank.learn(ranked, [4])  # forbidden here
-    assert np.array_equal(rank.weights(1.0, 2, 1), before)
+    assert np.array_equal(rank.weights(1.0, 2, [1]), before)
     rank.learn(ranked, [8])
-    assert np.isfinite(rank.weights(1.0, 2, 1)).all()
-    assert not np.array_equal(rank.weights(1.0, 2, 1), before)
+    assert np.isfinite(rank.weights(1.0, 2, [1])).all()
+    assert not np.array_equal(rank.weights(1.0, 2, [1]), before)
     assert ranked.log_probs[0, -1] == -torch.inf
     assert ranked.token_ids[0, -1] == 4
 

@@ -71,12 +71,15 @@ def test_pack_keeps_every_sequence(left: DraftTree, right: DraftTree) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(trees())
-def test_depth_counts_ancestors_and_children_invert_parents(tree: DraftTree) -> None:
+def test_depth_counts_ancestors_and_edges_invert_parents(tree: DraftTree) -> None:
     for node in range(len(tree)):
         assert tree.depths[node] == len(ancestors(tree, node)) - 1
-        for token, child in tree.children(node).items():
-            assert tree.parents[child] == node
-            assert tree.token_ids[child] == token
+    edges = tree.edges()
+    pairs = set(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
+    assert set(edges) == {pair for pair in pairs if pair[0] != NO_PARENT}
+    for (node, token), child in edges.items():
+        assert tree.parents[child] == node
+        assert tree.token_ids[child] == token
     for index in range(tree.num_seqs):
         start, end = tree.span(index)
         in_order = [NO_PARENT, *range(start, end - 1)]

@@ -16,6 +16,8 @@ from draftwood.tree.tree import ScoredPrefixes
 # On CPU the head costs as much as the rest of the pass; its deeper rows are computed only where
 # they can matter.
 _FIRST_DEPTHS = 8
+# Learning costs a hundredth of a cycle; a few weights are soon known well enough to do it less.
+_EAGER, _ONE_IN = 64, 4
 
 
 class BlockRanking:
@@ -40,6 +42,7 @@ class BlockRanking:
         self._head, self._scale, self._softcap = product(head), scale, softcap
         self._like = head[:0]
         self._ranker = Ranker(columns, use_noise=use_noise)
+        self._num_lessons = 0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., V] scores of normed rows [..., H]."""
@@ -101,7 +104,10 @@ class BlockRanking:
         return scored, list(zip(*parts, strict=True))
 
     def learn(self, ranked: Sequence[Ranked], picks: Sequence[int]) -> None:
-        """Take in the target's own tokens at depths 1, 2, … of a proposal."""
+        """Take in the target's own tokens at depths 1, 2, … of a proposal, or let it pass."""
+        self._num_lessons += 1
+        if self._num_lessons > _EAGER and self._num_lessons % _ONE_IN:
+            return
         for part in ranked:
             above = part.depths[0] - 1
             self._ranker.learn(part, picks[above : above + len(part.depths)])

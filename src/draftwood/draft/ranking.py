@@ -43,8 +43,8 @@ class Ranked:
         log_probs: [R, K] log r of the candidates, in decreasing order; float64.
         token_ids: [R, K] their target token ids.
         features: what the score of each column is a weighted sum of, each [R, V].
-        total: [R, V] that sum.
-        log_norm: [R, 1] log Σ exp of the sums.
+        probs: [R, V] r, not yet divided by ``norm``.
+        norm: [R, 1] their sums.
         depths: [R] depth of the predicted token, from 1.
         temperature: of the request.
     """
@@ -52,8 +52,8 @@ class Ranked:
     log_probs: torch.Tensor
     token_ids: torch.Tensor
     features: tuple[torch.Tensor, ...]
-    total: torch.Tensor
-    log_norm: torch.Tensor
+    probs: torch.Tensor
+    norm: torch.Tensor
     depths: Sequence[int]
     temperature: float
 
@@ -95,41 +95,44 @@ class Ranker:
         if params.temperature not in (0.0, 1.0):
             scores = scores / params.temperature
         features = (scores, *self._extra_features(scores, depths, context))
-        weights = np.array([self.weights(params.temperature, len(features), d) for d in depths])
+        weights = self.weights(params.temperature, len(features), depths)
         total = _weighted_sum(features, weights)
         values, at = top_k(total, min(num_candidates, total.shape[1]))
-        log_norm = total.logsumexp(dim=1, keepdim=True)
-        log_probs = (values.double() - log_norm.double()).clamp_(max=0.0)
+        probs = total.sub_(values[:, :1]).exp_()
+        norm = probs.sum(dim=1, keepdim=True)
+        log_probs = (values - values[:, :1]).double().sub_(norm.double().log_()).clamp_(max=0.0)
         token_ids = self._columns.token_ids[at]
-        return Ranked(log_probs, token_ids, features, total, log_norm, depths, params.temperature)
+        return Ranked(log_probs, token_ids, features, probs, norm, depths, params.temperature)
 
     def learn(self, ranked: Ranked, token_ids: Sequence[int], first_row: int = 0) -> None:
         """Take in that the target picked ``token_ids`` where row ``first_row`` and on predicted."""
         columns = [self._columns.of(token_id) for token_id in token_ids]
-        known = [(first_row + i, column) for i, column in enumerate(columns) if column is not None]
-        if not known:
+        if all(column is None for column in columns):
             return
-        rows = [row for row, _ in known]
+        rows = slice(first_row, first_row + len(columns))
+        at = torch.tensor([[column or 0] for column in columns], device=ranked.probs.device)
         features = [feature[rows] for feature in ranked.features]
-        picked = torch.stack([f[range(len(known)), [c for _, c in known]] for f in features], 1)
-        probs = ranked.total[rows].sub_(ranked.log_norm[rows]).exp_()
-        features[0].clamp_(min=features[0].amax(dim=1, keepdim=True) + _LOWEST)
+        picked = torch.cat([f.gather(1, at) for f in features], dim=1).double().numpy(force=True)
+        probs = ranked.probs[rows] / ranked.norm[rows]
+        if features[0].amin() == -math.inf:  # forbidden tokens have no share, but 0 · ∞ is NaN
+            features[0] = features[0].clamp(min=features[0].amax(1, keepdim=True) + _LOWEST)
         means, seconds = _moments(features, probs)
         fit = self._fit(ranked.temperature, len(features))
-        for i, row in enumerate(rows):
-            if not picked[i, 0].isfinite():
-                continue  # forbidden by the request
-            slope = np.array([1.0, math.log2(ranked.depths[row])])
-            gradient = np.outer(picked[i].numpy(force=True) - means[i], slope).ravel()
+        for i, column in enumerate(columns):
+            if column is None or not math.isfinite(picked[i, 0]):
+                continue
+            slope = np.array([1.0, math.log2(ranked.depths[first_row + i])])
+            gradient = np.outer(picked[i] - means[i], slope).ravel()
             spread = seconds[i] - np.outer(means[i], means[i])
             fit.update(gradient, np.kron(spread, np.outer(slope, slope)))
 
-    def weights(self, temperature: float, num_features: int, depth: int) -> FloatArray:
-        """[num_features] current weights at a depth: a, then b, then c."""
+    def weights(self, temperature: float, num_features: int, depths: Sequence[int]) -> FloatArray:
+        """[depths, num_features] current weights: a, then b, then c."""
         level_trend = self._fit(temperature, num_features).mean.reshape(-1, 2)
+        octaves = np.log2(np.asarray(depths, dtype=np.float64))[:, None]
         # The score keeps its order; noise and floor may have no weight.
         lowest = np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
-        return np.maximum(level_trend @ np.array([1.0, math.log2(depth)]), lowest)
+        return np.maximum(level_trend[:, 0] + octaves * level_trend[:, 1], lowest)
 
     def _extra_features(
         self, scores: torch.Tensor, depths: Sequence[int], context: DraftContext

@@ -147,11 +147,15 @@ class DraftTree:
             mask[row, row] = True
         return mask
 
-    def children(self, node: int) -> dict[int, int]:
-        """Token id → packed index of the children of packed node ``node``."""
-        start, end = self.span(int(self.seq[node]))
-        found = np.flatnonzero(self.parents[start:end] == node) + start
-        return {int(self.token_ids[child]): int(child) for child in found}
+    def edges(self) -> dict[tuple[int, int], int]:
+        """(packed parent, token id) → packed child, of all drafted nodes."""
+        return {
+            (parent, token_id): node
+            for node, (parent, token_id) in enumerate(
+                zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)
+            )
+            if parent != NO_PARENT
+        }
 
     def only(self, indices: Sequence[int]) -> DraftTree:
         """The trees of some sequences, in this order."""
