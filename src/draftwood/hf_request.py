@@ -168,9 +168,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> N
     if extra:
         raise ValueError(f"model input {extra[0]} is not supported; only token ids are")
     if input_ids.dim() != 2 or not input_ids.numel():
-        raise ValueError(
-            f"input_ids must be [batch ≥ 1, length ≥ 1], got {tuple(input_ids.shape)}"
-        )
+        raise ValueError(f"input_ids must be [batch ≥ 1, length ≥ 1], got {tuple(input_ids.shape)}")
     for name in ("cache", "past_key_values"):
         cache = model_kwargs.get(name)
         if cache is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,22 @@ def test_processors_see_every_position_once_and_in_order(model):
     assert seen[NEW : 2 * NEW] == per_position  # accelerated; then perhaps a few beyond the limit
 
 
+def test_processors_may_keep_change_and_derive_tensors(model):
+    """As in ``generate``: what they are given are no inference tensors."""
+    kept: list[torch.Tensor] = []
+
+    def climb(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        kept.append(scores)
+        with torch.enable_grad():
+            moved = scores.clone().requires_grad_(True)
+            (gradient,) = torch.autograd.grad(moved.softmax(-1).square().sum(), moved)
+        return scores - 20 * gradient
+
+    plain, fast = both(model, ROWS[:1], logits_processor=hf.LogitsProcessorList([climb]))
+    assert torch.equal(plain, fast)
+    kept[-1].add_(1)
+
+
 # ---- stopping -----------------------------------------------------------------------------
 
 
@@ -165,6 +182,19 @@ def test_stopping_criteria_are_honoured(model):
         model, ROWS, stopping_criteria=hf.StoppingCriteriaList([criteria]), eos_token_id=never
     )
     assert plain.shape[1] < free.shape[1]
+    assert torch.equal(plain, fast)
+
+
+@pytest.mark.parametrize("eos", [-1, [500], [-1, 500]])
+def test_end_tokens_outside_the_vocabulary_never_occur(model, eos):
+    plain, fast = both(model, ROWS, eos_token_id=eos)
+    assert torch.equal(plain, fast)
+
+
+def test_a_length_criterion_that_is_met_from_the_start_leaves_one_token(model):
+    criteria = hf.StoppingCriteriaList([hf.MaxLengthCriteria(2)])
+    plain, fast = both(model, ROWS, stopping_criteria=criteria)
+    assert plain.shape[1] == max(map(len, ROWS)) + 1
     assert torch.equal(plain, fast)
 
 
@@ -323,6 +353,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "attention_mask": {"attention_mask": torch.tensor([[1, 0, 1]])},
+    "zeros and ones": {"attention_mask": torch.tensor([[0.5, 1, 1]])},
     "position_ids": {"position_ids": torch.tensor([[3, 4, 5]])},
     "tokenizer": {"stop_strings": "x"},
 }
@@ -333,6 +364,14 @@ def test_refused(model, reason):
     options = {"max_new_tokens": 3, **REFUSED[reason]}
     with pytest.raises(ValueError, match=reason):
         model.generate(torch.tensor([[5, 6, 7]]), custom_generate=custom_generate(None), **options)
+
+
+def test_embeddings_are_refused(model):
+    embeddings = model.get_input_embeddings()(torch.tensor([[5, 6]]))
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model.generate(
+            inputs_embeds=embeddings, max_new_tokens=3, custom_generate=custom_generate(None)
+        )
 
 
 def test_a_cache_is_refused(model):
@@ -417,6 +456,32 @@ def test_a_failing_criterion_raises_its_own_error(model, failing):
             **inputs_of(ROWS), max_new_tokens=NEW, pad_token_id=PAD, custom_generate=method,
             stopping_criteria=hf.StoppingCriteriaList([broken]),
         )  # fmt: skip
+
+
+def test_a_call_inside_its_own_call_is_refused(model, failing):
+    _, method = failing
+
+    def again(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        model.generate(input_ids, max_new_tokens=1, custom_generate=method)
+        return scores
+
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            model.generate(
+                torch.tensor(ROWS[:1]), max_new_tokens=3, custom_generate=method,
+                logits_processor=hf.LogitsProcessorList([again]),
+            )  # fmt: skip
+        except ValueError as error:
+            errors.append(error)
+
+    # daemon: a call that waits for itself must not hold up the end of the tests
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "inside a call" in str(errors[0])
 
 
 def test_forbidding_everything_is_an_error(model, failing):
