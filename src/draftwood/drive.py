@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from draftwood.errors import DraftwoodError
 from draftwood.records import Output
 from draftwood.request import Prompt, prompt_list
 from draftwood.sampling import SamplingParams
+from draftwood.sequence import SequenceState
 
 if TYPE_CHECKING:
     from draftwood.engine import Engine
@@ -25,19 +27,15 @@ def generate(
     settings = list(params) if isinstance(params, Sequence) else [params] * len(many)
     if len(settings) != len(many):
         raise ValueError(f"{len(settings)} sampling settings for {len(many)} prompts")
-    ids: list[int] = []
-    outputs: dict[int, Output] = {}
+    seqs: list[SequenceState] = []
     try:
         for prompt, setting in zip(many, settings, strict=True):
-            ids.append(engine.add(prompt, setting, raw=raw))
-        while len(outputs) < len(ids):
-            for event in engine.step():
-                if event.output is not None and event.seq_id in ids:
-                    outputs[event.seq_id] = event.output
+            seqs.append(_added(engine, prompt, setting, raw=raw))
+        while any(seq.finish_reason is None for seq in seqs):
+            engine.step()
     finally:
-        for seq_id in set(ids) - set(outputs):
-            engine.abort(seq_id)
-    return [outputs[seq_id] for seq_id in ids]
+        _end(engine, seqs)
+    return [seq.output() for seq in seqs]
 
 
 def stream(
@@ -46,15 +44,34 @@ def stream(
     """Yield text as it becomes certain, see ``Engine.stream``."""
     if engine.target.tokenizer is None:
         raise ValueError("stream yields text and this target has no tokenizer; use step()")
-    seq_id = engine.add(prompt, params, raw=raw)
-    done = False
+    seq = _added(engine, prompt, params, raw=raw)
+    assert seq.text is not None
+    num_given = 0
     try:
-        while not done:
-            for event in engine.step():
-                if event.seq_id == seq_id:
-                    done = event.output is not None
-                    if event.text:
-                        yield event.text
+        while True:
+            piece = seq.text.taken[num_given:]
+            num_given += len(piece)
+            if piece:
+                yield piece
+            elif seq.finish_reason is None:
+                engine.step()
+            elif seq.finish_reason == "error":
+                raise DraftwoodError(seq.error)
+            else:
+                return
     finally:
-        if not done:
-            engine.abort(seq_id)
+        _end(engine, [seq])
+
+
+def _added(
+    engine: Engine, prompt: Prompt, params: SamplingParams | None, *, raw: bool
+) -> SequenceState:
+    """A new sequence's own record: its events may go to another stream that calls ``step``."""
+    engine.add(prompt, params, raw=raw)
+    return engine._waiting[-1]
+
+
+def _end(engine: Engine, seqs: Sequence[SequenceState]) -> None:
+    for seq in seqs:
+        if seq.finish_reason is None:
+            engine.abort(seq.seq_id)

@@ -43,6 +43,11 @@ class TextStream:
         """All settled text so far, cut before a stop string."""
         return self._text
 
+    @property
+    def taken(self) -> str:
+        """All text handed out so far by ``take`` and ``finish``."""
+        return self._text[: self._taken_len]
+
     def push(self, token_id: int, *, may_stop: bool = True) -> bool:
         """Add one output token.
 

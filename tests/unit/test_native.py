@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from draftwood.target import build_kernels as kernels_module
 from draftwood.target import native as native_module
+from draftwood.target.attention import PackedPass
+from draftwood.target.cache import KVCache
 from draftwood.target.kernels import KernelConfig
 from draftwood.target.linear import Weights, plain
 from draftwood.target.model import Target
@@ -206,3 +208,71 @@ def test_a_failing_compiler_is_no_error(
     monkeypatch.setattr(native_module, "FLAGS", ("--no-such-flag",))
     assert load_native.__wrapped__() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def direct_pass(target: Target, cache: KVCache) -> tuple[bool, torch.Tensor]:
+    """Whether a pass leaves the decoder's forward out, and the pass's output."""
+    tree = tree_of(9)
+    is_direct = target.kernels.direct(PackedPass(tree, [cache])) is not None
+    out = target.forward(tree, [cache], (0, 2))
+    cache.commit(np.arange(0))
+    assert out.features is not None
+    return is_direct, torch.cat([out.hidden, out.features], dim=-1)
+
+
+@torch.no_grad()
+def test_the_decoder_is_left_out_until_somebody_wants_it(native: Native) -> None:
+    model = model_of("qwen3")
+    target = Target(model, kernels=KernelConfig(native=True), probe=False)
+    cache = target.new_cache()
+    target.forward(tree_of(12), [cache])
+    cache.commit(np.array([0]))
+    is_direct, alone = direct_pass(target, cache)
+    assert is_direct
+    calls: list[int] = []
+
+    def hook(*_: object) -> None:
+        calls.append(1)
+
+    handles = [
+        lambda: model.model.register_forward_hook(hook),
+        lambda: model.model.layers[1].register_forward_pre_hook(hook),
+        lambda: torch.nn.modules.module.register_module_forward_hook(hook),
+    ]
+    for register in handles:
+        handle = register()
+        calls.clear()
+        is_direct, heard = direct_pass(target, cache)
+        handle.remove()
+        assert not is_direct
+        assert calls
+        assert torch.equal(heard, alone)
+    own = model.model.forward
+    model.model.forward = lambda *args, **kwargs: (calls.append(2), own(*args, **kwargs))[1]
+    assert not direct_pass(target, cache)[0]
+    assert calls[-1] == 2
+    del model.model.forward
+    model.model.norm.weight.mul_(2)  # what runs as it is may change
+    is_direct, doubled = direct_pass(target, cache)
+    assert is_direct
+    size = target.hidden_size
+    assert torch.allclose(doubled[:, :size], 2 * alone[:, :size])
+    assert torch.equal(doubled[:, size:], alone[:, size:])
+
+
+def test_a_decoder_that_scales_its_embeddings_is_not_left_out(native: Native) -> None:
+    model = model_of("llama")
+    own = type(model.model).forward
+
+    class Scaled(type(model.model)):
+        def forward(self, input_ids=None, **kwargs):
+            embeds = 3.0 * self.embed_tokens(input_ids)
+            return own(self, inputs_embeds=embeds, **kwargs)
+
+    model.model.__class__ = Scaled
+    target = Target(model, kernels=KernelConfig(native=True), probe=False)
+    assert target.kernels.is_native
+    cache = target.new_cache()
+    target.forward(tree_of(12), [cache])
+    cache.commit(np.array([0]))
+    assert not direct_pass(target, cache)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,11 +198,17 @@ def test_invalid_files_are_ignored(target: Target, content: str) -> None:
     assert stored_surrogate("lookup", target).state() == Surrogate().state()
 
 
-def test_a_changed_checkpoint_is_another_drafter(target: Target, tmp_path) -> None:
+@pytest.mark.parametrize("name", ["FOLDER", "FOLDER+lookup", "shipped", "auto"])
+def test_a_changed_checkpoint_is_another_drafter(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("draftwood.draft.load.shipped_folder", lambda _: tmp_path)
+    name = name.replace("FOLDER", str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"one")
-    before = surrogate_key(str(tmp_path), target)
+    before = surrogate_key(name, target)
+    assert surrogate_key(name, target) == before
     (tmp_path / "model.safetensors").write_bytes(b"other")
-    assert surrogate_key(str(tmp_path), target) != before
+    assert surrogate_key(name, target) != before
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(target: Target, monkeypatch) -> None:

@@ -86,6 +86,15 @@ def _shipped(target: Target) -> Drafter:
     return _block_diffusion(str(folder), target, None)
 
 
+def drafter_folder(name: str, target: Target) -> Path | None:
+    """The local folder that a name stands for, with or without lookup; None if there is none."""
+    model = "shipped" if name == "auto" else name.removesuffix(_WITH_LOOKUP)
+    if model == "shipped":
+        return shipped_folder(target)
+    folder = Path(model).expanduser()
+    return folder if model not in ("lookup", "none") and folder.is_dir() else None
+
+
 def shipped_folder(target: Target) -> Path | None:
     """Folder of the drafter inside the package that was made for a target of this shape, if any."""
     for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import draftwood
+from draftwood.draft.load import drafter_folder
 from draftwood.draft.surrogate import Surrogate
 from draftwood.target.model import Target
 from draftwood.target.store import cache_dir, write_text
@@ -24,7 +25,8 @@ def stored_surrogate(drafter: str, target: Target) -> Surrogate:
     same time the last one to write wins. A file that is invalid in any way is ignored.
 
     Args:
-        drafter: the name it was loaded by; a changed checkpoint in a local folder is another one.
+        drafter: the name it was loaded by; a changed checkpoint in a local folder, or in this
+            package, is another one.
         target: the model it drafts for.
     """
     key = surrogate_key(drafter, target)
@@ -50,14 +52,13 @@ def keep_at_end(owner: object, surrogate: Surrogate) -> None:
 
 def surrogate_key(drafter: str, target: Target) -> dict[str, str]:
     """Identity of a drafter and a target."""
-    folder = Path(drafter).expanduser()
-    stamps = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in sorted(folder.glob("*"))
-        if file.is_file()
-    ]
+    folder = drafter_folder(drafter, target)
+    files = sorted(folder.iterdir()) if folder is not None else []
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return {
-        "drafter": str(folder.resolve()) if stamps else drafter,
+        "drafter": drafter,
+        "folder": str(folder.resolve()) if folder is not None else "",
         "drafter_files": repr(stamps),
         "target": str(getattr(target.model.config, "name_or_path", "")),
         "target_shape": f"{target.num_layers} {target.hidden_size} {target.vocab_size}",

@@ -33,7 +33,11 @@ Run = Callable[[PackedPass], torch.Tensor]
 
 
 def build_kernels(
-    layers: Sequence[nn.Module], head: nn.Module, run: Run, config: KernelConfig
+    decoder: nn.Module,
+    layers: Sequence[nn.Module],
+    head: nn.Module,
+    run: Run,
+    config: KernelConfig,
 ) -> Kernels:
     """Kernels for a model: built, compared with its own forward, chosen by measurement.
 
@@ -41,7 +45,8 @@ def build_kernels(
     own output is not used.
 
     Args:
-        layers: the decoder layers.
+        decoder: everything but the head.
+        layers: its layers.
         head: the language model head.
         run: the decoder's [N, hidden_size] output of a packed pass, whatever forwards its modules
             have at the moment.
@@ -55,6 +60,8 @@ def build_kernels(
     own = run(first)
     native = _native_kernels(layers, head, run, config, first.windows, own, num_bytes)
     if native is not None:
+        if native.add_decoder(decoder, layers) and not _direct_agrees(run, native, len(layers)):
+            native.drop_decoder()
         return native
     for lean in (True, False) if config.lean_layers else (False,):
         kernels = Kernels()
@@ -136,16 +143,36 @@ def _agrees(own: torch.Tensor, run: Run, kernels: Kernels, num_layers: int) -> b
     return bool((fast - own).norm() <= TOLERANCE * own.norm())
 
 
+@torch.no_grad()
+def _direct_agrees(run: Run, kernels: Kernels, num_layers: int) -> bool:
+    """Whether the pass without the decoder's own forward gives what the pass with it gives."""
+    cache = KVCache(num_layers)
+    with kernels.active():
+        run(_RecordingPass(num_layers, cache))  # the first window of a cache has no buffers yet
+        cache.commit(np.arange(1))
+        own = run(_RecordingPass(num_layers, cache))
+        cache.commit(np.arange(0))
+    packed = _RecordingPass(num_layers, cache)
+    direct = kernels.direct(packed)
+    if direct is None:
+        return False
+    try:
+        hidden, _ = direct.forward(packed)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # modules that want to be called in another way
+    return hidden.shape == own.shape and bool((hidden - own).norm() <= TOLERANCE * own.norm())
+
+
 class _RecordingPass(PackedPass):
     """A small packed tree that notes which sliding window each layer gives to its attention."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, cache: KVCache | None = None) -> None:
         parents = np.array([NO_PARENT, 0, 0, 1, 1, 4, 5, 2])
         depths = np.array([0, 1, 1, 2, 2, 3, 4, 2])
         size = len(parents)
         seq = np.zeros(size, dtype=np.int64)
         tree = DraftTree(np.arange(size) + 1, parents, depths, seq, np.array([0, size]))
-        super().__init__(tree, [KVCache(num_layers)])
+        super().__init__(tree, [cache or KVCache(num_layers)])
         self.windows: list[int | None] = []
 
     def views(

@@ -18,6 +18,7 @@ from torch import nn
 
 from draftwood.target.attention import PackedPass
 from draftwood.target.choices import KernelChoices
+from draftwood.target.direct import DirectDecoder, is_plain_decoder
 from draftwood.target.lean import (
     LeanLayer,
     is_llama_shaped,
@@ -97,6 +98,8 @@ class Kernels:
         self._native_bytes = 0
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._layers_watch = Watch([])
+        self._stack: NativeStack | None = None
+        self._direct: DirectDecoder | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._head_watch = Watch([])
 
@@ -163,7 +166,8 @@ class Kernels:
         ]
         stand_ins: Sequence[StandIn] = natives
         if len({one.widths for one in natives}) == 1:
-            stand_ins = NativeStack(native, natives, scratch).layers()
+            self._stack = NativeStack(native, natives, scratch)
+            stand_ins = self._stack.layers()
         factors = _RopeFactors()
         for layer, one in zip(layers, stand_ins, strict=True):
             self._forwards.append((layer, _lean_forward(layer, one, factors)))
@@ -175,6 +179,23 @@ class Kernels:
             self._head, self._head_watch = product, Watch([head])
             self.head_rows = _HEAD_ROWS
             self._native_bytes += product.copied_bytes
+
+    def add_decoder(self, decoder: nn.Module, layers: Sequence[nn.Module]) -> bool:
+        """Also leave out what the decoder does around compiled layers, if it is plain."""
+        if self._stack is not None and is_plain_decoder(decoder):
+            self._direct = DirectDecoder(decoder, layers, self._stack)
+        return self._direct is not None
+
+    def drop_decoder(self) -> None:
+        """Undo ``add_decoder``."""
+        self._direct = None
+
+    def direct(self, packed: PackedPass) -> DirectDecoder | None:
+        """What runs this pass in the decoder's place, if anything may."""
+        one = self._direct
+        if one is None or not (self._layers_watch.is_unchanged() and one.can_run(packed)):
+            return None
+        return one
 
     def choose(self, candidates: Sequence[Kernel], spare_bytes: int) -> None:
         """Give every product its kernels by measurement, while memory for copies lasts."""

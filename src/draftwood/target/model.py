@@ -76,7 +76,9 @@ class Target:
         self.kernels = Kernels()
         if kernels is not None:
             head = model.get_output_embeddings()
-            self.kernels = build_kernels(list(self._layers), head, self._run, kernels)
+            self.kernels = build_kernels(
+                self._decoder, list(self._layers), head, self._run, kernels
+            )
         if probe:
             check_parity(self)
 
@@ -114,8 +116,14 @@ class Target:
         """
         packed = PackedPass(tree, caches)
         self._check(packed, taps)
-        with self._lock, _recorded(self._layers, taps) as outputs:
-            hidden = self._run(packed)
+        with self._lock:
+            direct = self.kernels.direct(packed)
+            if direct is not None:
+                hidden, layers = direct.forward(packed)
+                outputs = {tap: layers[tap] for tap in taps}
+            else:
+                with _recorded(self._layers, taps) as outputs:
+                    hidden = self._run(packed)
         features = [outputs[tap].to(hidden.device) for tap in taps]
         return TargetOutput(hidden, torch.cat(features, dim=-1) if features else None)
 

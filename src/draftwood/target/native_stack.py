@@ -57,7 +57,7 @@ class NativeStack:
         """[N, hidden_size] → [N, hidden_size] of layer ``index``."""
         if index == 0:
             ready = all(cache.has_buffers for cache in packed.caches)
-            self._outputs = self._run(hidden.contiguous(), rope, packed) if ready else None
+            self._outputs = self.run(hidden, rope, packed) if ready else None
         if self._outputs is None:
             return self._layers[index].forward(hidden, rope, packed)
         output = self._outputs[index]
@@ -65,10 +65,11 @@ class NativeStack:
             self._outputs = None
         return output
 
-    def _run(
+    def run(
         self, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], packed: PackedPass
     ) -> torch.Tensor:
-        """[layers, N, hidden_size] outputs of all layers."""
+        """[layers, N, hidden_size] outputs of all layers; needs caches that have buffers."""
+        hidden = hidden.contiguous()
         num_rows, num_layers = len(hidden), len(self._layers)
         views = self._views(packed, hidden)
         outputs = hidden.new_empty(num_layers, *hidden.shape)
