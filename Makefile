@@ -8,12 +8,13 @@ PYTEST_ARGS ?=
 # Compiling every module of torch takes minutes; Python compiles the few that are used by itself.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 
-.PHONY: demo test lint clean help
+.PHONY: demo test lint docs clean help
 
 help:
 	@echo "make demo   generate with a real model, plainly and accelerated, and compare"
 	@echo "make test   run the tests   (PYTEST_ARGS='-k tree' to select)"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation site, in site/"
 	@echo "make clean  remove .venv and caches"
 
 demo: $(VENV)/.demo
@@ -27,6 +28,11 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Any warning fails. The reference is read from the sources.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
 
 # The virtual environment, remade when pyproject.toml changes. Without an NVIDIA GPU torch is
 # pinned first, to a release that package indexes with CPU-only builds carry; where that release
@@ -52,6 +58,10 @@ $(VENV)/.test: $(VENV)/.torch
 	$(PIP_INSTALL) --editable '.[test]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.torch
+	$(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
