@@ -182,6 +182,20 @@ def test_failures_are_one_line_and_exit_with_1(folder: Path, args: tuple[str, ..
     assert len(errors) == 1, result.stderr
 
 
+def test_failures_quote_names_as_they_are() -> None:
+    result = invoke("generate", "--target", "./a:b:[red]c", PROMPT)
+    assert result.exit_code == 1
+    assert "./a:b:[red]c" in result.stderr
+
+
+def test_files_that_are_no_text_name_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"\xff\xfe\x00")
+    result = invoke("bench", "--data", file, "--out", tmp_path / "results")
+    assert result.exit_code == 1
+    assert "save it as UTF-8" in result.stderr
+
+
 def test_prompt_longer_than_the_context_fails_cleanly(folder: Path) -> None:
     result = generate(folder, "x" * 600)
     assert result.exit_code == 1

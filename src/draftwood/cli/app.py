@@ -37,6 +37,8 @@ class CleanErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except UnicodeDecodeError as error:  # knows no file name
+            fail(f"an input is not UTF-8 text ({error}); save it as UTF-8")
         except (ValueError, DraftwoodError, ImportError, MemoryError) as error:
             fail(str(error) or type(error).__name__)
         except OSError as error:

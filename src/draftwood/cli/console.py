@@ -15,7 +15,7 @@ def stderr() -> Console:
     """A console on standard error as it is now (it may have been redirected)."""
     from rich.console import Console
 
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True, emoji=False)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
