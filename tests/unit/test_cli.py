@@ -294,6 +294,28 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_session(folder: Path) -> None:
         assert run_reply(engine, resumed, pieces.append, stopped).finish_reason != "abort"
 
 
+@pytest.mark.parametrize("outcome", ["swallowed", "another error"])
+def test_ctrl_c_while_loading_is_heeded_whatever_a_library_makes_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    load = dw.load
+
+    def careless(*args: object, **kwargs: object) -> dw.Engine:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if outcome == "another error":
+                raise ValueError("could not import") from None
+        return load(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("draftwood.api.load", careless)
+    result = generate(folder, PROMPT)
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert "could not import" not in result.stderr
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_interruptible_outside_the_main_thread_changes_nothing() -> None:
     from draftwood.cli.reply import interruptible
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.cli.console import note, stderr
+from draftwood.cli.reply import heeded
 
 if TYPE_CHECKING:
     from draftwood.engine import Engine
@@ -95,21 +96,22 @@ def open_engine(
     ahead: str | None = None,
 ) -> Engine:
     """Load target and drafter; a malformed budget is a usage error found before loading."""
-    from draftwood.api import load
-    from draftwood.tree.budget import is_constant
+    with heeded():
+        from draftwood.api import load
+        from draftwood.tree.budget import is_constant
 
-    try:
-        is_constant(budget)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--budget") from None
-    quiet_libraries()
-    if ahead == "process":
-        from draftwood.ahead.load import spare_core
+        try:
+            is_constant(budget)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--budget") from None
+        quiet_libraries()
+        if ahead == "process":
+            from draftwood.ahead.load import spare_core
 
-        ahead = ":".join(["process", *map(str, spare_core())])
-    if stderr().is_terminal:
-        note(f"loading {target} …")
-    return load(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
+            ahead = ":".join(["process", *map(str, spare_core())])
+        if stderr().is_terminal:
+            note(f"loading {target} …")
+        return load(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
 
 
 def quiet_libraries() -> None:

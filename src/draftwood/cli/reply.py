@@ -55,6 +55,35 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def heeded() -> Iterator[None]:
+    """Ctrl-C ends the block even where a library swallows it, or makes another error of it.
+
+    Importing modules does both.
+    """
+    asked = False
+
+    def note(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception:
+        if not asked:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
 def summary(output: Output) -> str:
     """One line: tokens, cycles, τ, speed, why it ended."""
     parts = [f"{len(output.token_ids)} tokens", f"{output.num_cycles} cycles"]
