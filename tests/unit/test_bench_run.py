@@ -108,7 +108,9 @@ def test_concurrent_requests_share_a_record(target: Target, tmp_path: Path) -> N
         assert [one["found"] for one in findings] == ["same"] * 4
 
 
-def test_a_drafter_learns_nothing_from_earlier_prompts(target: Target) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the latter: compiled products
+def test_a_drafter_learns_nothing_from_earlier_prompts(dtype: torch.dtype) -> None:
+    target = Target(tiny_model("llama", dtype=dtype), probe=False)
     network = tiny_draft_network(target)
     drafter = BlockDiffusionDrafter(network, target)
     copy = own.fork(drafter)

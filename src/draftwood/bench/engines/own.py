@@ -20,11 +20,12 @@ from draftwood.draft.base import Drafter
 from draftwood.engine import Engine
 from draftwood.records import Output
 from draftwood.target.model import Target
+from draftwood.target.native_layer import NativeLinear
 from draftwood.tree.budget import BudgetPolicy, CycleState
 from draftwood.tree.latency import LatencyModel
 from draftwood.tree.tree import IntArray, ScoredPrefixes
 
-_SHARED = (torch.Tensor, nn.Module, Target)
+_SHARED = (torch.Tensor, nn.Module, Target, NativeLinear)
 
 
 class OwnRunner:
