@@ -32,7 +32,7 @@ def generate(
         for prompt, setting in zip(many, settings, strict=True):
             seqs.append(_added(engine, prompt, setting, raw=raw))
         while any(seq.finish_reason is None for seq in seqs):
-            engine.step()
+            engine._advance()
     finally:
         _end(engine, seqs)
     return [seq.output() for seq in seqs]
@@ -54,7 +54,7 @@ def stream(
             if piece:
                 yield piece
             elif seq.finish_reason is None:
-                engine.step()
+                engine._advance()
             elif seq.finish_reason == "error":
                 raise DraftwoodError(seq.error)
             else:
@@ -66,8 +66,8 @@ def stream(
 def _added(
     engine: Engine, prompt: Prompt, params: SamplingParams | None, *, raw: bool
 ) -> SequenceState:
-    """A new sequence's own record: its events may go to another stream that calls ``step``."""
-    engine.add(prompt, params, raw=raw)
+    """A new sequence's own record, so that nobody depends on who runs the cycles."""
+    engine._driven.add(engine.add(prompt, params, raw=raw))
     return engine._waiting[-1]
 
 
@@ -75,3 +75,4 @@ def _end(engine: Engine, seqs: Sequence[SequenceState]) -> None:
     for seq in seqs:
         if seq.finish_reason is None:
             engine.abort(seq.seq_id)
+        engine._driven.discard(seq.seq_id)

@@ -75,6 +75,8 @@ class Engine:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
         self._kept: dict[int, SequenceState] = {}
+        self._driven: set[int] = set()  # by generate and stream, which look at their records
+        self._unread: list[StepEvent] = []
         self._next_id = 0
 
     # ---- the loop -------------------------------------------------------------------------
@@ -209,8 +211,9 @@ class Engine:
         if seq.finish_reason is None:
             return StepEvent(seq.seq_id, emitted, text)
         tail = seq.text.finish() if seq.text is not None else ""
-        self._running.remove(seq)
-        self._retire(seq)
+        if seq in self._running:  # else a listener of this cycle aborted it
+            self._running.remove(seq)
+            self._retire(seq)
         return StepEvent(seq.seq_id, emitted, text + tail, seq.output())
 
     # ---- sequences join and leave ---------------------------------------------------------
@@ -261,10 +264,22 @@ class Engine:
         return seq.seq_id
 
     def step(self) -> list[StepEvent]:
-        """Admit waiting sequences and run one cycle; [] when there is nothing to do."""
+        """Admit waiting sequences and run one cycle; [] when there is nothing to do.
+
+        Returns:
+            What happened to the sequences that were added, also in cycles that ``generate`` and
+            ``stream`` ran since the last ``step``; their own sequences come up only in those.
+        """
+        self._advance()
+        events, self._unread = self._unread, []
+        return events
+
+    def _advance(self) -> None:
+        """One cycle; its events wait for ``step``, but for sequences that need none."""
         while self._waiting and len(self._running) < self.max_batch:
             self._running.append(self._waiting.popleft())
-        return self.cycle(list(self._running)) if self._running else []
+        events = self.cycle(list(self._running)) if self._running else []
+        self._unread += [event for event in events if event.seq_id not in self._driven]
 
     def abort(self, seq_id: int) -> Output | None:
         """End a sequence and free its memory, or free a kept one; None if unknown.
@@ -286,8 +301,9 @@ class Engine:
 
     @property
     def num_active(self) -> int:
-        """Sequences running or waiting."""
-        return len(self._running) + len(self._waiting)
+        """Sequences running, waiting, or with events that ``step`` has not returned yet."""
+        seqs = (*self._running, *self._waiting)
+        return len({seq.seq_id for seq in seqs} | {event.seq_id for event in self._unread})
 
     @property
     def kv_bytes(self) -> int:

@@ -24,6 +24,7 @@ from draftwood.tree.budget import BudgetPolicy, parse_budget
 from draftwood.tree.latency import LatencyModel
 
 DEFAULT_CHUNK_LEN = 512
+_KEPT = "_draftwood_target"  # attribute of a model
 
 
 class Streamer(Protocol):
@@ -124,7 +125,7 @@ def custom_generate(
         )  # fmt: skip
         with turn:
             known = learned.get(model)
-            target = Target(model, probe=known is None)
+            target = _target_of(model, probe=known is None)
             engine = Engine(
                 target,
                 known.drafter if known is not None else load_drafter(drafter, target),
@@ -141,6 +142,29 @@ def custom_generate(
         return sequences
 
     return decode
+
+
+class _Kept:
+    """A model's target, kept with the model: gone when it is, and in no copy of it."""
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _target_of(model: PreTrainedModel, *, probe: bool) -> Target:
+    """The target that an earlier call made of this model, or a new one if the model changed."""
+    kept = model.__dict__.setdefault(_KEPT, _Kept())
+    if kept.target is None or kept.target.model is not model or not kept.target.is_current():
+        kept.target = None  # its copies of the weights make room
+        kept.target = Target(model, probe=probe)
+    target: Target = kept.target
+    return target
 
 
 def _run(engine: Engine, request: Request, streamer: Streamer | None) -> torch.Tensor:

@@ -221,10 +221,10 @@ def _call(processor: Processor, token_ids: torch.Tensor, scores: torch.Tensor) -
         result = processor(token_ids[None], scores[None])
     except Exception as error:  # user code: one sequence fails, the batch goes on
         raise DraftwoodError(f"logits processor {name} failed: {error!r}") from error
-    if result.shape != (1, len(scores)):
+    shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+    if shape != (1, len(scores)):
         raise DraftwoodError(
-            f"logits processor {name} returned shape {tuple(result.shape)}; "
-            f"it must return (1, {len(scores)})"
+            f"logits processor {name} returned {shape}; it must return scores (1, {len(scores)})"
         )
     return result[0]
 

@@ -92,7 +92,7 @@ class SequenceState:
         if token_id in self.stop_token_ids or hit_string:
             return "stop"
         try:
-            if self.stop_when is not None and self.stop_when(self.token_ids):
+            if self.stop_when is not None and self.stop_when(list(self.token_ids)):
                 return "stop"
         except Exception as error:  # the user's code: only this sequence ends
             self.error = f"stop_when failed: {error!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -15,7 +16,7 @@ from transformers import generation as hf
 
 from draftwood.engine import Engine
 from draftwood.errors import DraftwoodError
-from draftwood.hf import custom_generate
+from draftwood.hf import _KEPT, custom_generate
 from draftwood.sampling import SamplingParams
 from draftwood.target.model import Target
 from oracle import NoisyOracleDrafter
@@ -506,3 +507,35 @@ def test_the_model_is_not_kept_alive(drafter):
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_changed_model_is_read_again():
+    model = tiny_model("llama", dtype=torch.float32)
+    decode = custom_generate("lookup", budget=4)
+    prompt = torch.tensor([[5, 9, 11, 3, 5, 9]])
+    for _ in range(2):
+        plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
+        fast = model.generate(prompt, max_new_tokens=12, do_sample=False, custom_generate=decode)
+        assert torch.equal(plain, fast)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.down_proj.weight.neg_()
+    target = model.__dict__[_KEPT].target
+    model.generate(prompt, max_new_tokens=2, do_sample=False, custom_generate=decode)
+    again = model.__dict__[_KEPT].target
+    model.generate(prompt, max_new_tokens=2, do_sample=False, custom_generate=decode)
+    assert again is model.__dict__[_KEPT].target
+    assert target is not None
+
+
+def test_copies_of_a_model_keep_nothing_of_it(tmp_path):
+    model = tiny_model("llama")
+    prompt = torch.tensor([[5, 9, 11]])
+    decode = custom_generate("lookup")
+    expected = model.generate(prompt, max_new_tokens=4, custom_generate=decode)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert other.__dict__[_KEPT].target is None
+        assert torch.equal(
+            other.generate(prompt, max_new_tokens=4, custom_generate=decode), expected
+        )

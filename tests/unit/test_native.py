@@ -111,6 +111,30 @@ def test_the_models_own_logits(native: Native, family: str, threads: int) -> Non
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_result_does_not_depend_on_its_company(
+    native: Native, family: str, threads: int
+) -> None:
+    target = Target(model_of(family), kernels=KernelConfig(native=True), probe=False)
+    ids = np.random.default_rng(1).integers(1, target.vocab_size, 90).tolist()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        cache = target.new_cache()
+        target.forward(DraftTree.chain(ids[:50]), [cache])
+        cache.commit(np.arange(50))
+        together = target.forward(DraftTree.chain(ids[50:]), [cache]).hidden
+        cache.commit(np.arange(0))
+        for token_id, row in zip(ids[50:], together, strict=True):
+            alone = target.forward(DraftTree.chain([token_id]), [cache]).hidden
+            cache.commit(np.arange(1))
+            assert torch.equal(alone[0], row)
+            assert torch.equal(target.logits(alone)[0], target.logits(row[None])[0])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_taps_are_the_layers_outputs(native: Native) -> None:
     model = model_of("mistral")
     found = []

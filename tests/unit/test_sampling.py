@@ -188,12 +188,13 @@ def test_failing_processor_is_named():
         sampler.pick(logits_of(0), [])
 
 
-def test_processor_of_wrong_shape_is_named():
-    def flat(input_ids, scores):
-        return scores[0]
+@pytest.mark.parametrize("result", [lambda scores: scores[0], lambda _: None, lambda _: [1.0]])
+def test_processor_with_a_wrong_result_is_named(result):
+    def odd(input_ids, scores):
+        return result(scores)
 
-    sampler = Sampler(SamplingParams(), [1], vocab_size=VOCAB, processors=[flat])
-    with pytest.raises(DraftwoodError, match="flat"):
+    sampler = Sampler(SamplingParams(), [1], vocab_size=VOCAB, processors=[odd])
+    with pytest.raises(DraftwoodError, match="odd"):
         sampler.pick(logits_of(0), [])
 
 

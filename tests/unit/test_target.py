@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draftwood.engine import Engine
 from draftwood.errors import DraftwoodError
+from draftwood.sampling import SamplingParams
 from draftwood.target import attention
 from draftwood.target.attention import NAME, PackedPass
 from draftwood.target.cache import KVCache
+from draftwood.target.kernels import KernelConfig
+from draftwood.target.linear import plain
 from draftwood.target.model import Target
 from draftwood.target.probe import parity_errors
 from draftwood.tree.tree import DraftTree
@@ -497,3 +502,41 @@ def test_loads_through_auto_classes(tmp_path):
     tiny_model("qwen3", dtype=torch.float32).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert two_cycles(Target(model)) < 1e-3
+
+
+def test_targets_of_one_model_take_turns() -> None:
+    model = tiny_model("llama")
+    before = model.config._attn_implementation
+    prompt = torch.tensor([[5, 9, 11, 3]])
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, 4:].tolist()
+    found: list[object] = []
+
+    def decode() -> None:
+        for _ in range(4):
+            try:
+                engine = Engine(Target(model), None)
+                (out,) = engine.generate(prompt[0].tolist(), SamplingParams(max_new_tokens=8))
+                found.append(out.token_ids)
+            except Exception as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 16
+    assert model.config._attn_implementation == before
+
+
+def test_a_target_knows_when_its_model_has_changed() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    target = Target(model, kernels=KernelConfig(candidates=(plain,)), probe=False)
+    with torch.no_grad():
+        assert target.is_current()
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        assert not target.is_current()
+        other = Target(model, probe=False)
+        assert other.is_current()
+        model.resize_token_embeddings(target.vocab_size + 3)
+        assert not other.is_current()

@@ -50,7 +50,8 @@ class Results:
 
     Attributes:
         runs: headers, one per command.
-        records, checks: by key.
+        records: by key.
+        checks: by key of the record.
         turns: requests decoded alone.
     """
 

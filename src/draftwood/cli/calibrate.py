@@ -26,7 +26,10 @@ def calibrate(
         float, typer.Option("--limit", min=0.1, help="Seconds to measure for, roughly.")
     ] = 15.0,
     png: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw the curve to this file as well.")
+        Path | None,
+        typer.Option(
+            dir_okay=False, callback=options.writable, help="Draw the curve to this file as well."
+        ),
     ] = None,
 ) -> None:
     """Measure how long the target takes for 1 to 256 rows, and keep it for budget 'auto'.

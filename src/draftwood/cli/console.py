@@ -32,5 +32,7 @@ def note(message: str) -> None:
 
 def write(text: str) -> None:
     """Generated text, shown at once."""
+    if sys.stdout is None:
+        fail("standard output is closed; leave it open, or send it to /dev/null")
     typer.echo(text, nl=False)
     sys.stdout.flush()

@@ -52,7 +52,10 @@ def generate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", dir_okay=False, help="Write every cycle's tree to this file, as JSON lines."
+            "--trace",
+            dir_okay=False,
+            callback=options.writable,
+            help="Write every cycle's tree to this file, as JSON lines.",
         ),
     ] = None,
 ) -> None:
@@ -90,7 +93,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         text = _decoded(file.read_bytes(), str(file)).removesuffix("\n")
     elif prompt is not None and prompt != "-":
         text = prompt
-    elif prompt is None and sys.stdin.isatty():
+    elif sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         raise typer.BadParameter(
             "no prompt; give one as an argument, with --file or through a pipe"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -112,6 +114,17 @@ def open_engine(
         if stderr().is_terminal:
             note(f"loading {target} …")
         return load(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    if path is not None:
+        folder = path if path.is_dir() else path.parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"{folder} is no folder; make it first")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written; choose another place")
+    return path
 
 
 def quiet_libraries() -> None:

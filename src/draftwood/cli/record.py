@@ -16,7 +16,12 @@ def record(
         Path,
         typer.Argument(exists=True, dir_okay=False, help='JSONL file, {"turns": ["…"]} a line.'),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File to write.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", dir_okay=False, callback=options.writable, help="File to write."
+        ),
+    ],
     target: options.Target = "demo",
     drafter: options.Drafter = "auto",
     dtype: options.Dtype = "auto",

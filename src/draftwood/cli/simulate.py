@@ -61,9 +61,10 @@ def simulate(
     console = Console(highlight=False)
     for one in done:
         console.print(table(*one))
+    launches = f"{overhead_us:g} µs per pass" if overhead_us else "without launch costs"
     console.print(
         f"{SIMULATION}: recorded drafts replayed; seconds are modelled, not measured on these "
-        "machines." + (" GPU passes are at peak rates, without launch costs." if machines else ""),
+        "machines." + (f" GPU passes are at peak rates, {launches}." if machines else ""),
         style="bold yellow",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,14 +18,35 @@ from draftwood.draft.steering import Columns
 from draftwood.target.model import Target
 from draftwood.tree.tree import ScoredPrefixes
 
+# Committed tokens wait for the next draft, but no more than this many: one by one, as in plain
+# decoding, they would cost a few percent of every cycle.
+_MOST_WAITING = 64
+
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """One sequence: keys and values of its committed tokens, and the proposal being verified."""
+    """One sequence: keys and values of its committed tokens, and the proposal being verified.
+
+    Attributes:
+        cache: of the tokens encoded so far.
+        waiting: features of the tokens after them.
+        anchor: position at which ``ranked`` was proposed.
+        ranked: the proposal.
+    """
 
     cache: ContextCache
+    waiting: list[torch.Tensor] = field(default_factory=list)
     anchor: int = -1
     ranked: tuple[Ranked, ...] = ()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting))
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        return self.cache.length + self.num_waiting
 
 
 class BlockDiffusionDrafter:
@@ -84,33 +105,28 @@ class BlockDiffusionDrafter:
         )
         for context, ranked in zip(contexts, rankings, strict=False):  # none without a pass
             state = self._states[context.seq_id]
-            state.anchor, state.ranked = state.cache.length, ranked
+            state.anchor, state.ranked = state.length, ranked
         return scored
 
     @torch.inference_mode()
     def observe(self, committed: Sequence[Committed]) -> None:
-        """Project the features of the committed tokens, and learn from the target's picks."""
+        """Take in the features of the committed tokens, and learn from the target's picks."""
         states = [self._state(record.seq_id) for record in committed]
         for state, record in zip(states, committed, strict=True):
             assert record.features is not None, "a block-diffusion drafter needs its taps"
             assert len(record.features) == len(record.token_ids)
-            assert record.start == state.cache.length, (
-                f"tokens {state.cache.length}..{record.start} were never reported"
+            assert record.start == state.length, (
+                f"tokens {state.length}..{record.start} were never reported"
             )
             self._learn(state, record)
-        features = [record.features for record in committed if record.features is not None]
-        if not features:
-            return
-        positions = [torch.arange(r.start, r.start + len(r.token_ids)) for r in committed]
-        new = self._pass.context(torch.cat(features), torch.cat(positions).to(self._pass.device))
-        parts = new.split([len(part) for part in positions], dim=3)
-        for state, part in zip(states, parts, strict=True):
-            state.cache.append(part)
+            state.waiting.append(record.features)
+        self._encode([state for state in states if state.num_waiting >= _MOST_WAITING])
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget tokens at positions ≥ ``length``."""
         state = self._states.get(seq_id)
         if state is not None:
+            self._encode([state])
             state.cache.truncate(length)
             state.ranked = ()
 
@@ -125,13 +141,29 @@ class BlockDiffusionDrafter:
 
     def _hidden(self, contexts: Sequence[DraftContext], depth: int) -> torch.Tensor:
         """[S, depth, H] one pass over all blocks; the rows that predict depths 1 … depth."""
-        caches = [self._state(context.seq_id).cache for context in contexts]
+        states = [self._state(context.seq_id) for context in contexts]
+        self._encode(states)
+        caches = [state.cache for state in states]
         for cache, context in zip(caches, contexts, strict=True):
             anchor = len(context.token_ids) - 1
             assert cache.length == anchor, f"{cache.length} of {anchor} committed tokens are known"
         block = self._mask_row.repeat(len(contexts), self.config.block_size, 1)
         block[:, 0] = self._embed([context.token_ids[-1] for context in contexts])
         return self._pass.hidden(block, caches, depth)
+
+    def _encode(self, states: Sequence[_State]) -> None:
+        """Project the features that wait to keys and values, of all ``states`` at once."""
+        states = [state for state in states if state.waiting]
+        if not states:
+            return
+        ends = [(state.cache.length, state.length) for state in states]
+        features = torch.cat([part for state in states for part in state.waiting])
+        positions = torch.cat([torch.arange(*span) for span in ends]).to(self._pass.device)
+        new = self._pass.context(features, positions)
+        sizes = [end - start for start, end in ends]
+        for state, part in zip(states, new.split(sizes, dim=3), strict=True):
+            state.cache.append(part)
+            state.waiting.clear()
 
     def _embed(self, token_ids: list[int]) -> torch.Tensor:
         """[n, H] block rows of target token ids."""

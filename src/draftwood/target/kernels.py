@@ -108,6 +108,10 @@ class Kernels:
         """Memory that the copies of the weights take."""
         return self._native_bytes + sum(fast.copied_bytes for fast in self.linears)
 
+    def is_current(self) -> bool:
+        """Whether nothing that was taken over has changed since."""
+        return self._layers_watch.is_unchanged() and self._head_watch.is_unchanged()
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run the decoder with the fast forwards; the caller makes sure that it runs alone."""

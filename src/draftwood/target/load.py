@@ -63,6 +63,8 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {name!r} is not available: {error}") from error
+    if device.type == "meta":
+        raise ValueError(f"device {name!r} computes nothing; use 'cpu', 'cuda' or 'auto'")
     return device
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from draftwood.target.attention import NAME, PASS_KEYWORD, PackedPass
 from draftwood.target.build_kernels import build_kernels
 from draftwood.target.cache import KVCache
 from draftwood.target.kernels import DEFAULT_KERNELS, KernelConfig, Kernels
+from draftwood.target.model_lock import lock_of
 from draftwood.target.probe import check_parity
 from draftwood.tree.tree import DraftTree
 
@@ -59,7 +59,9 @@ class Target:
         probe: bool = True,
         kernels: KernelConfig | None = DEFAULT_KERNELS,
     ) -> None:
-        support.check_supported(model)
+        self._lock = lock_of(model)
+        with self._lock:
+            support.check_supported(model)
         text_config = model.config.get_text_config(decoder=True)
         self.model = model
         self.tokenizer = tokenizer
@@ -72,15 +74,15 @@ class Target:
         self._layers = support.decoder_layers(self._decoder)
         self._configs = support.attention_configs(self._decoder)
         self._transform_logits = support.logit_transform(model)
-        self._lock = threading.RLock()
         self.kernels = Kernels()
-        if kernels is not None:
-            head = model.get_output_embeddings()
-            self.kernels = build_kernels(
-                self._decoder, list(self._layers), head, self._run, kernels
-            )
-        if probe:
-            check_parity(self)
+        with self._lock:
+            if kernels is not None:
+                head = model.get_output_embeddings()
+                self.kernels = build_kernels(
+                    self._decoder, list(self._layers), head, self._run, kernels
+                )
+            if probe:
+                check_parity(self)
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +92,20 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def is_current(self) -> bool:
+        """Whether the model still has the parts, the vocabulary and the weights it was read with.
+
+        False at worst where nothing changed: in training mode, or with gradients wanted.
+        """
+        decoder = support.decoder_of(self.model)
+        return (
+            decoder is self._decoder
+            and support.decoder_layers(decoder) is self._layers
+            and len(self._layers) == self.num_layers
+            and self.output_embeddings().shape[0] == self.vocab_size
+            and self.kernels.is_current()
+        )
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

@@ -55,9 +55,14 @@ class LatencyModel(Protocol):
         """Take in one cycle.
 
         Args:
-            width, context_len, num_seqs: of the target pass.
-            verify_s, draft_s, other_s: seconds; ``draft_s`` is None when nothing was drafted.
-            walk_s: seconds of drawing ``num_tokens`` tokens, if not part of ``verify_s``.
+            width: rows of the target pass.
+            context_len: mean context of its sequences.
+            num_seqs: their number.
+            verify_s: seconds of the pass.
+            draft_s: seconds of drafting, None when nothing was drafted.
+            other_s: seconds of the rest.
+            walk_s: seconds of drawing tokens, if not part of ``verify_s``.
+            num_tokens: tokens drawn.
         """
         ...
 
