@@ -12,6 +12,7 @@ from draftwood.tree.budget import Fixed, Online
 from draftwood.tree.enumerate import top_prefixes_from_candidates
 from draftwood.tree.floor import Floor
 from draftwood.tree.latency import LatencyModel, OnlineLatency
+from draftwood.tree.online import _has_new_text
 from draftwood.tree.policy import BudgetPolicy, CycleState
 from draftwood.tree.tree import ScoredPrefixes
 from draftwood.tree.trust import Trust
@@ -87,15 +88,16 @@ def play(
     latency = latency if latency is not None else OnlineLatency()
     text, clock = np.random.default_rng(1), np.random.default_rng(2)
     ids = np.broadcast_to(np.arange(WIDTH), (world.num_seqs, HORIZON, WIDTH)).copy()
-    run = Run()
+    run, lens = Run(), [100] * world.num_seqs
     for cycle in range(cycles):
         probs = world.block(text)
         come_true = np.cumsum(probs * world.honesty(cycle), axis=2)
         picks = (text.random((world.num_seqs, HORIZON, 1)) >= come_true).sum(axis=2)
-        state = CycleState([100] * world.num_seqs, HORIZON)
+        state = CycleState(lens, HORIZON)
         max_nodes, max_width = policy.limits(state, latency)
         assert max_width is None
         tokens, width, draft_s = world.num_seqs, world.num_seqs, None
+        lens = [length + 1 for length in lens]
         if max_nodes:
             scored = top_prefixes_from_candidates(np.log(probs), ids, max_nodes)
             budgets = policy.choose(scored, state, latency)
@@ -104,6 +106,7 @@ def play(
             paths = [accepted_nodes(scored, s, n, picks[s]) for s, n in enumerate(budgets)]
             policy.observe(scored, budgets, paths)
             tokens += sum(len(path) for path in paths)
+            lens = [length + len(path) for length, path in zip(lens, paths, strict=True)]
             width += int(budgets.sum())
         speed = world.slowdown(cycle)
         wobble = np.exp(world.noise * clock.standard_normal(2))
@@ -244,3 +247,27 @@ def test_floor_pays_for_trials_from_savings() -> None:
     assert sum(cycles[:20]) <= 6
     lost = sum(cycles[20:]) * 1.0  # each drafted cycle loses one plain cycle
     assert lost <= 0.01 * len(cycles)
+
+
+@pytest.mark.parametrize("earned", [0, 40])
+def test_a_new_text_is_tried_at_once_where_drafting_has_earned_it(earned: int) -> None:
+    floor = Floor()
+    for _ in range(earned):
+        assert floor.drafts()
+        floor.observe(2.0, 2.0, 1.0)
+    while floor.drafts():
+        floor.observe(1.0, 1.0, 1.5)
+    assert not floor.drafts()
+    assert floor.drafts(new_text=True) == floor.in_trial == (earned > 0)
+
+
+def test_texts_are_told_apart_by_their_lengths() -> None:
+    def joined(before: list[int], now: list[int]) -> bool:
+        return _has_new_text(before, CycleState(now, HORIZON))
+
+    assert joined([], [40])
+    assert not joined([40, 90], [41, 90 + HORIZON + 1])
+    assert not joined([40, 90], [41])  # one has left
+    assert joined([40], [42, 10])
+    assert joined([140], [30])
+    assert joined([140], [200])

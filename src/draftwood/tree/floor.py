@@ -9,6 +9,8 @@ _PROBING = 0.008  # share of the time that looking again may cost
 _TRIAL_CYCLES = 8
 _PAYS = 1.03  # a trial must win by this much, or the policy would flap
 _HOPELESS = 1.0  # plain cycles lost that end a trial early
+_REMEMBER = 0.998  # per drafted cycle, of what drafting earned
+_ENOUGH = 10.0  # plain cycles earned; a trial on a new text risks a tenth of them
 
 
 class Floor:
@@ -18,13 +20,15 @@ class Floor:
     it add up and gains pay them back, down to zero (Page's cumulative sum test, 1954); at
     ``_PATIENCE`` drafting stops. From then on every plain cycle saves up ``_PROBING`` of itself,
     and when the last trial is paid for the next is held: a few drafted cycles, ended early when
-    they go badly.
+    they go badly. Another text is a new case: where drafting has earned enough so far, it is tried
+    there at once.
     """
 
     def __init__(self) -> None:
         self._tokens = self._cost = 0.0
         self._lost = self._noisily_lost = 0.0
         self._savings = 0.0
+        self._earned = 0.0
         self._is_plain = False
         self._trial: tuple[int, float, float] | None = None  # cycles, tokens, cost
 
@@ -42,8 +46,14 @@ class Floor:
         """Whether this cycle is the first of a trial."""
         return self._trial is not None and self._trial[0] == 0
 
-    def drafts(self) -> bool:
-        """Whether this cycle drafts. Call once per cycle."""
+    def drafts(self, *, new_text: bool = False) -> bool:
+        """Whether this cycle drafts. Call once per cycle.
+
+        Args:
+            new_text: this cycle is the first of a text.
+        """
+        if new_text and self._is_plain and self._earned > _ENOUGH:
+            self._savings = 0.0
         if self._is_plain:
             self._savings += _PROBING
             if self._savings < 0:
@@ -61,6 +71,7 @@ class Floor:
             tokens: tokens per sequence it gave; decides trials and what they cost.
             cost: its time in plain cycles.
         """
+        self._earned = _REMEMBER * self._earned + tokens - cost
         self._tokens = _FORGET * self._tokens + expected
         self._cost = _FORGET * self._cost + cost
         if self._trial is not None:

@@ -54,6 +54,7 @@ class Online:
         self._floor = Floor()
         self._trust = Trust()
         self._most_nodes = _FEWEST_NODES
+        self._lens: list[int] = []
         self._cost = 1.0
         self._explores = False
         # Of width bands, fading.
@@ -64,7 +65,8 @@ class Online:
     def limits(self, state: CycleState, latency: LatencyModel) -> tuple[int, int | None]:
         self._visits *= _FADE
         self._since_plain += 1
-        if reason := self._reason_not_to_draft(state):
+        new_text, self._lens = _has_new_text(self._lens, state), list(state.context_lens)
+        if reason := self._reason_not_to_draft(state, new_text):
             self.why = reason
             self._since_plain = 0
             return 0, None
@@ -104,12 +106,12 @@ class Online:
         tokens = 0.5 * (num_accepted + self._trust.ratio * phi)
         self._floor.observe(1.0 + tokens / num_seqs, 1.0 + num_accepted / num_seqs, self._cost)
 
-    def _reason_not_to_draft(self, state: CycleState) -> str:
+    def _reason_not_to_draft(self, state: CycleState, new_text: bool) -> str:
         if state.horizon == 0:
             return "off"
         if self._yardstick_due():
             return "yardstick"
-        return "" if self._floor.drafts() else "floor"
+        return "" if self._floor.drafts(new_text=new_text) else "floor"
 
     def _reason(self, total: int, num_offered: int, most: int) -> str:
         """Of a budget of ``total`` nodes, ``most`` of them in one sequence."""
@@ -131,6 +133,15 @@ class Online:
         wanted = max(gain / _YARDSTICK, _LEAST_BETWEEN)
         self._between_plain = min(2.0 * self._between_plain, wanted)  # often at first
         return True
+
+
+def _has_new_text(before: Sequence[int], state: CycleState) -> bool:
+    """Whether a sequence that was not there in the last cycle has joined, by the lengths alone."""
+    lens = state.context_lens
+    if len(lens) != len(before):
+        return len(lens) > len(before)
+    grown = (now - old for old, now in zip(before, lens, strict=True))
+    return any(not 0 < growth <= state.horizon + 1 for growth in grown)
 
 
 def _bands(widths: IntArray) -> IntArray:
