@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine must not fail a test: times belong in benchmarks.
 hypothesis.settings.register_profile("draftwood", deadline=None)
 hypothesis.settings.load_profile("draftwood")

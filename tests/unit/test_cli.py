@@ -150,6 +150,7 @@ def test_trace_holds_every_cycle(folder: Path, tmp_path: Path) -> None:
         ("--no-such-option", PROMPT),
         ("",),
         (),
+        ("--trace", "no/such/folder/trace.jsonl"),
     ],
 )
 def test_usage_errors_exit_with_2(folder: Path, args: tuple[str, ...]) -> None:
@@ -170,7 +171,6 @@ def test_undecodable_prompt_is_a_usage_error(folder: Path) -> None:
         ("--drafter", "no/such/folder/here"),
         ("--dtype", "float7"),
         ("--device", "abacus"),
-        ("--trace", "no/such/folder/trace.jsonl"),
     ],
 )
 def test_failures_are_one_line_and_exit_with_1(folder: Path, args: tuple[str, ...]) -> None:

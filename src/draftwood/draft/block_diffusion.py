@@ -122,6 +122,7 @@ class BlockDiffusionDrafter:
             state.waiting.append(record.features)
         self._encode([state for state in states if state.num_waiting >= _MOST_WAITING])
 
+    @torch.inference_mode()
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget tokens at positions ≥ ``length``."""
         state = self._states.get(seq_id)
