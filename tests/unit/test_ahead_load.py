@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,25 @@ def test_a_smaller_model_drafts_ahead(folder: Path, where: str) -> None:
     assert output.token_ids == text_of(dw.load(str(folder), "none"))
     assert engine.drafter.counters == {"starts": 1}
     assert output.acceptance_length > 2
+    before = threading.active_count()
     engine.drafter.close()
+    # A thread in torch when the interpreter ends would abort the process.
+    assert threading.active_count() == before - (where != "process")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("process:9999", "cores are 0 to"),
+        ("process:-1", "cores are 0 to"),
+        ("process:x", "cores are numbers"),
+        ("cuda:77", "cuda:77"),
+        ("somewhere", "not 'somewhere'"),
+    ],
+)
+def test_places_that_there_are_not_are_refused(folder: Path, where: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dw.load(str(folder), str(folder), 6, ahead=where)
 
 
 def test_the_automatic_budget_is_the_one_for_drafting_ahead(folder: Path) -> None:

@@ -108,13 +108,27 @@ def test_a_borrower_of_another_width_is_refused(tmp_path: Path) -> None:
         load_drafter(folder, target_of(hidden_size=48))
 
 
+SECTION = {
+    "kind": "independent", "layers": [0, 2, 3], "block_size": 8, "mask_token_id": 1,
+    "borrows": False, "tokenizer": None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_hidden_layers": 4}, "num_hidden_layers = 4 but keeps layers"),
         ({"model_type": "gemma2"}, "of type 'gemma2'"),
         ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"draftwood": {"kind": "independent", "layers": [0, 2, 3]}}, "lacks 'block_size'"),
+        ({"draftwood": {**SECTION, "block_size": None}}, "lacks 'block_size'"),
+        ({"draftwood": {**SECTION, "block_size": 8.5}}, "'block_size' .* whole number, got 8.5"),
+        ({"draftwood": {**SECTION, "mask_token_id": "x"}}, "'mask_token_id' .* got 'x'"),
+        ({"draftwood": {**SECTION, "layers": "all"}}, "'layers' .* list of numbers, got 'all'"),
+        (
+            {"draftwood": {k: v for k, v in SECTION.items() if k != "tokenizer"}},
+            "lacks 'tokenizer'",
+        ),
+        ({"draftwood": {**SECTION, "kind": "other"}}, "not of kind 'independent'"),
     ],
 )
 def test_configurations_that_cannot_be_run_are_refused(

@@ -71,7 +71,8 @@ class ThreadChannel:
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._closed = False
         self._options = options
-        threading.Thread(target=self._run, name="draftwood-ahead", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="draftwood-ahead", daemon=True)
+        self._thread.start()
 
     def send(self, request: Request) -> None:
         self._requests.put(request)
@@ -85,6 +86,14 @@ class ThreadChannel:
     def close(self) -> None:
         self._closed = True
         self._requests.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """After ``close``: until the thread has left torch, but no longer than that.
+
+        An interpreter that ends while a thread of its is in torch aborts the process.
+        """
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     def _at_once(self) -> Reply:
         return self._replies.get_nowait()

@@ -6,10 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from draftwood.ahead.channel import Channel, Connect
+from draftwood.ahead.channel import Channel, Connect, ThreadChannel
 from draftwood.ahead.messages import Draft, Drafted, Failed, Ready, Request
 from draftwood.errors import DraftwoodError
 
+_LEAVE_S = 5.0  # for a thread to end the call it is in
 _LONGEST_WAIT_S = 60.0
 _GOOD_REPLIES = 20  # after so many the next failure is again a first one
 
@@ -114,9 +115,11 @@ class Link:
     def close(self) -> None:
         """End the worker for good."""
         self._is_closed = True
-        if self._channel is not None:
-            self._channel.close()
-        self._channel, self.ready = None, None
+        channel, self._channel, self.ready = self._channel, None, None
+        if channel is not None:
+            channel.close()
+        if isinstance(channel, ThreadChannel):
+            channel.wait(_LEAVE_S)
 
     def _start(self) -> None:
         self.counters["starts"] += 1

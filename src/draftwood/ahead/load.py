@@ -113,18 +113,30 @@ def _load(spec: str | Path, card: TargetCard) -> Drafter:
 def _cores(where: str) -> tuple[int, ...]:
     _, _, listed = where.partition(":")
     try:
-        return tuple(int(core) for core in listed.split(",")) if listed else ()
+        cores = tuple(int(core) for core in listed.split(",")) if listed else ()
     except ValueError as error:
         raise ValueError(f"cores are numbers, as in 'process:2,3', got {where!r}") from error
+    last = (os.cpu_count() or 1) - 1
+    if any(not 0 <= core <= last for core in cores):
+        raise ValueError(f"cores are 0 to {last} on this machine, got {where!r}")
+    return cores
 
 
 def _device(where: str) -> torch.device:
     try:
-        return torch.device(where)
+        device = torch.device(where)
     except RuntimeError as error:
         raise ValueError(
             f"drafting ahead runs in a 'thread', a 'process' or on a device, not {where!r}"
         ) from error
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {where!r} cannot be used here ({str(error).splitlines()[0]}); use 'thread', "
+            "'process' or another device"
+        ) from error
+    return device
 
 
 def spare_core() -> tuple[int, ...]:

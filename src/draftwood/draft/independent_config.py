@@ -150,9 +150,20 @@ def body_config(
 
 
 def is_independent(raw: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of an independent drafter."""
+    """Whether a ``config.json`` is that of an independent drafter.
+
+    Raises:
+        ValueError: it has our section, but of a kind that there is not.
+    """
     section = raw.get(SECTION)
-    return isinstance(section, Mapping) and section.get("kind") == KIND
+    if section is None:
+        return False
+    if not isinstance(section, Mapping) or section.get("kind") != KIND:
+        raise ValueError(
+            f"config.json has a {SECTION!r} section that is not of kind {KIND!r}: {section!r}; "
+            "restore the file"
+        )
+    return True
 
 
 def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
@@ -167,7 +178,12 @@ def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
             "drafter"
         )
     section = raw[SECTION]
-    layers = tuple(int(i) for i in _need(section, "layers"))
+    listed = _need(section, "layers")
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise ValueError(f"'layers' in config.json must be a list of numbers, got {listed!r}")
+    if "tokenizer" not in section:
+        raise ValueError(f"the {SECTION!r} section of config.json lacks 'tokenizer'; restore it")
+    layers = tuple(listed)
     if raw.get("num_hidden_layers") != len(layers):
         raise ValueError(
             f"config.json has num_hidden_layers = {raw.get('num_hidden_layers')} but keeps layers "
@@ -175,8 +191,8 @@ def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
         )
     return body_config(
         raw,
-        block_size=int(_need(section, "block_size")),
-        mask_token_id=int(_need(section, "mask_token_id")),
+        block_size=_whole(section, "block_size"),
+        mask_token_id=_whole(section, "mask_token_id"),
         layers=layers,
         borrows=bool(_need(section, "borrows")),
         tokenizer=section.get("tokenizer"),
@@ -194,6 +210,13 @@ def independent_to_json(config: IndependentConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
     }
     return {**config.raw, SECTION: section}
+
+
+def _whole(raw: Mapping[str, Any], key: str) -> int:
+    value = _need(raw, key)
+    if type(value) is not int:
+        raise ValueError(f"{key!r} in config.json must be a whole number, got {value!r}")
+    return value
 
 
 def _need(raw: Mapping[str, Any], key: str) -> Any:
