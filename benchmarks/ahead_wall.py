@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--ahead-budget", default="auto")
     parser.add_argument("--name", default="ahead_wall")
     args = parser.parse_args()
-    place = Place()
+    place, box = Place(), machine()  # the threads of the synchronous engine
     found = engines(args, place)
     done = run(found, args, place)
     seconds = done["seconds"]
@@ -106,7 +106,7 @@ def main() -> None:
     assert isinstance(drafter, AheadDrafter)
     print(f"drafts: {dict(sources)}; workers: {dict(drafter.counters)}")
     save(
-        args.name, machine=machine(), settings=vars(args), seconds=seconds, best=best,
+        args.name, machine=box, settings=vars(args), seconds=seconds, best=best,
         ratio=speed.value, interval_95=[speed.low, speed.high], sources=dict(sources),
         workers=dict(drafter.counters),
         acceptance_length={
