@@ -15,6 +15,7 @@ from draftwood.ahead.drafter import AheadDrafter, check_taps
 from draftwood.ahead.planner import AheadOptions
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter
+from draftwood.target.load import usable_device
 from draftwood.target.model import Target
 
 _CPU_HEAD_ROWS = 1
@@ -124,19 +125,12 @@ def _cores(where: str) -> tuple[int, ...]:
 
 def _device(where: str) -> torch.device:
     try:
-        device = torch.device(where)
+        torch.device(where)
     except RuntimeError as error:
         raise ValueError(
             f"drafting ahead runs in a 'thread', a 'process' or on a device, not {where!r}"
         ) from error
-    try:
-        torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"device {where!r} cannot be used here ({str(error).splitlines()[0]}); use 'thread', "
-            "'process' or another device"
-        ) from error
-    return device
+    return usable_device(where)
 
 
 def spare_core() -> tuple[int, ...]:

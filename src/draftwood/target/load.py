@@ -41,7 +41,7 @@ def load_target(
         ValueError: the name, dtype or device is unknown, or the model cannot be a target.
         DraftwoodError: fetching or converting failed.
     """
-    where = _device(device)
+    where = usable_device(device)
     kind = _dtype(dtype, where)
     folder, is_ours = _resolve(name, kind)
     options: dict[str, Any] = {"trust_remote_code": False}
@@ -55,7 +55,8 @@ def load_target(
     return Target(model.to(where).eval(), tokenizer, probe=probe, kernels=kernels)
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device of a name, ``"auto"`` included; ValueError where there is none to compute on."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
