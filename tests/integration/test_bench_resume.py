@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftwood.bench.store import FILE, read_lines
-from draftwood.cli import app
+from draftwood.cli.app import app
 from tiny_folder import save_tiny_folder
 
 pytestmark = pytest.mark.timeout(1800)

@@ -14,7 +14,7 @@ import draftwood as dw
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.load import TargetCard
 from draftwood.ahead.policy import AheadBudget
-from draftwood.cli import app
+from draftwood.cli.app import app
 from draftwood.target.load import load_target
 from draftwood.trace import tracing
 from tiny_folder import save_tiny_folder

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import draftwood as dw
-from draftwood.cli import app
+from draftwood.cli.app import app
 from tiny_folder import save_tiny_folder
 
 RUNNER = CliRunner()
@@ -377,6 +377,21 @@ def test_piped_command_prints_only_text_on_stdout(folder: Path) -> None:
     done = run("generate", *options, stdin=PROMPT + "\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == in_process(folder, PROMPT).text + "\n"
+
+
+def test_an_interrupt_while_the_command_loads_leaves_quietly() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'draftwood.cli.app':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from draftwood.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_help_needs_no_torch() -> None:

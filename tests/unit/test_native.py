@@ -105,7 +105,8 @@ def test_the_models_own_logits(native: Native, family: str, threads: int) -> Non
             )
             for found in (passes(fast, sizes), passes(own, sizes))
         ]
-        assert errors[0] <= min(1.5 * errors[1], 2e-5)  # as near to float64 as torch's own
+        # as near to float64 as torch's own, which is 1e-5 away in the worst of these passes
+        assert errors[0] <= min(1.3 * errors[1], 1.3e-5)
         check_parity(fast)  # several sequences, the path committed in between
     finally:
         torch.set_num_threads(before)

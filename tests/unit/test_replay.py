@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import draftwood as dw
-from draftwood.cli import app
+from draftwood.cli.app import app
 from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.lookup import LookupDrafter

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import draftwood as dw
 from draftwood import train
-from draftwood.cli import app
+from draftwood.cli.app import app
 from draftwood.cli.data import parse_hub
 from draftwood.draft.checkpoint import load_draft
 from draftwood.draft.ranking import Ranker

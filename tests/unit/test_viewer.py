@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwood as dw
-from draftwood.cli import app
+from draftwood.cli.app import app
 from draftwood.trace import TraceWriter, tracing
 from draftwood.trace_parts import TokenTexts
 from draftwood.viewer.payload import totals

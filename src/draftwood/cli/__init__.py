@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from draftwood.cli.app import app
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        from draftwood.cli.app import app  # here, so that Ctrl-C is heeded while it loads
+
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
 
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
