@@ -13,23 +13,36 @@ from draftwood.cli.console import note
 
 if TYPE_CHECKING:
     from draftwood.target.model import Target
-    from draftwood.train.independent import IndependentRecipe
     from draftwood.train.networks import Network
-    from draftwood.train.recipe import Recipe
+    from draftwood.train.run import Start
     from draftwood.train.target_side import ResponseRow
 
 DRAFTER = "Drafter"
 RUN = "Run"
 LOSS = "Objective"
 
+# Options that a drafter which is trained already has decided.
+_SHAPE = (
+    "kind", "body", "layers", "taps", "block_size", "draft_vocab", "mask_token", "warm", "borrow",
+)  # fmt: skip
+
 
 def train(
+    context: typer.Context,
     data: Annotated[
         list[Path],
         typer.Option(exists=True, help="Folder from 'draftwood data'. May be given repeatedly."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; its 'draft' is it.")],
     target: options.Target = "demo",
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            rich_help_panel=DRAFTER,
+            help="Go on with a trained drafter of either kind, or 'shipped'; its shape stays.",
+        ),
+    ] = None,
     kind: Annotated[
         str,
         typer.Option(
@@ -174,6 +187,7 @@ def train(
     from draftwood.train.recipe import Recipe
     from draftwood.train.run import DataUse, train_drafter
     from draftwood.train.shards import load_rows
+    from draftwood.train.start import trained_start
     from draftwood.train.trainer import TrainConfig
 
     if max_minutes is None and max_steps is None and not dry_run:
@@ -182,6 +196,9 @@ def train(
         raise typer.BadParameter(
             f"expected 'dflash' or 'independent', got {kind!r}", param_hint="--kind"
         )
+    if init is not None:
+        _refuse_given(context, _SHAPE)
+        kind = _kind(init)
     alone = kind == "independent"
     if not alone and (body is not None or borrow):
         raise typer.BadParameter("--body and --borrow are for --kind independent")
@@ -214,21 +231,24 @@ def train(
         raise typer.BadParameter("--dry-run is for one process; run it without accelerate launch")
     device = device if accelerator is None else str(accelerator.device)
     model = _load(body or target, dtype, device)
-    mask = _mask_token(model, mask_token, rows)
-    recipe: Recipe | IndependentRecipe
-    if alone:
+    recipe: Start
+    if init is not None:
+        recipe = trained_start(init, model)
+    elif alone:
+        mask = _mask_token(model, mask_token, rows)
         recipe = IndependentRecipe(
             mask_token_id=mask, layers=own_layers, block_size=block_size or 16, borrows=borrow,
             pretrained=warm, tokenizer=fingerprint(model.tokenizer), seed=seed,
         )  # fmt: skip
     else:
+        mask = _mask_token(model, mask_token, rows)
         recipe = Recipe(
             mask_token_id=mask, layers=own_layers or (0, -1), taps=own_taps or None,
             block_size=block_size or 8, warm=warm, seed=seed,
             draft_vocab_size=draft_vocab if 0 < draft_vocab < model.vocab_size else None,
         )  # fmt: skip
-        if recipe.draft_vocab_size is None:  # the head is the target's, all of it
-            config = replace(config, head_negatives=0)
+    if not recipe.can_sample_head:  # it is the target's, all of it
+        config = replace(config, head_negatives=0)
     if accelerator is None or accelerator.is_main_process:
         note(_data_line(rows, model, recipe))
     where: dict[str, Any] = {"use": use, "device": model.device, "accelerator": accelerator}
@@ -254,6 +274,25 @@ def integers(text: str, option: str) -> tuple[int, ...]:
         raise typer.BadParameter(
             f"expected numbers like 0,-1, got {text!r}", param_hint=option
         ) from None
+
+
+def _refuse_given(context: typer.Context, names: tuple[str, ...]) -> None:
+    """A usage error if one of these was on the command line."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(
+                "the drafter of --init has decided it; leave this out", param_hint=parameter.opts[0]
+            )
+
+
+def _kind(drafter: str) -> str:
+    """Of a trained drafter; what is neither is refused when it is loaded."""
+    from draftwood.draft.independent_config import is_independent
+    from draftwood.draft.load import read_config
+
+    alone = drafter != "shipped" and is_independent(read_config(drafter, None))
+    return "independent" if alone else "dflash"
 
 
 def _load(name: str, dtype: str, device: str) -> Target:
@@ -298,7 +337,7 @@ def _mask_token(target: Target, given: str | None, rows: list[ResponseRow]) -> i
     return int(ids[given])
 
 
-def _data_line(rows: list[ResponseRow], target: Target, recipe: Recipe | IndependentRecipe) -> str:
+def _data_line(rows: list[ResponseRow], target: Target, recipe: Start) -> str:
     tokens = sum(len(row.token_ids) - row.response_start for row in rows)
     mask = recipe.mask_token_id
     name = target.tokenizer.convert_ids_to_tokens(mask) if target.tokenizer is not None else None

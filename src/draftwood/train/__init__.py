@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from draftwood.train.run import train_drafter as train_drafter
     from draftwood.train.run import unused_token as unused_token
     from draftwood.train.shards import load_rows as load_rows
+    from draftwood.train.start import TrainedStart as TrainedStart
+    from draftwood.train.start import trained_start as trained_start
     from draftwood.train.synthesis import SynthesisConfig as SynthesisConfig
     from draftwood.train.synthesis import synthesise as synthesise
     from draftwood.train.target_side import LiveSource as LiveSource
@@ -65,6 +67,8 @@ _HOME = {
     "train_drafter": "run",
     "unused_token": "run",
     "load_rows": "shards",
+    "TrainedStart": "start",
+    "trained_start": "start",
     "SynthesisConfig": "synthesis",
     "synthesise": "synthesis",
     "LiveSource": "target_side",

@@ -39,6 +39,10 @@ class IndependentRecipe:
     tokenizer: str | None = None
     seed: int = 0
 
+    @property
+    def can_sample_head(self) -> bool:
+        return True
+
 
 def build_independent(body: nn.Module, recipe: IndependentRecipe) -> IndependentNetwork:
     """The untrained drafter, in float32 on the body's device.

@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftwood.draft.checkpoint import check_compatible, load_draft
-from draftwood.draft.independent_checkpoint import check_fits, load_independent
-from draftwood.draft.independent_config import is_independent
-from draftwood.draft.load import read_config
 from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import Example
 from draftwood.train.evaluate import BUDGETS, Acceptance, evaluate
 from draftwood.train.features import is_held_out
-from draftwood.train.independent import IndependentRecipe
 from draftwood.train.networks import Network
-from draftwood.train.recipe import Recipe, describe
-from draftwood.train.run import DataUse, prepare
+from draftwood.train.recipe import describe
+from draftwood.train.run import DataUse, Start, prepare
+from draftwood.train.start import load_fitting
 from draftwood.train.target_side import ResponseRow, as_example, run_target, split_rows
 from draftwood.train.trainer import TrainConfig
 
@@ -32,7 +28,7 @@ from draftwood.train.trainer import TrainConfig
 def dry_run(
     model: nn.Module,
     rows: Sequence[ResponseRow],
-    recipe: Recipe | IndependentRecipe,
+    recipe: Start,
     config: TrainConfig,
     *,
     use: DataUse | None = None,
@@ -129,21 +125,12 @@ def evaluate_drafter(
         if held_out_percent is None or is_held_out(row.prompt_key, held_out_percent)
     )
     examples: Iterable[Example]
-    network: Network
-    if is_independent(read_config(str(drafter), None)):
-        network = load_independent(drafter, device=target.device)
-        check_fits(network.config, target)
-        examples = map(as_example, wanted)
+    network = load_fitting(drafter, target)
+    if isinstance(network, DraftNetwork):
+        taps = network.config.target_layer_ids
+        examples = (run_target(target.model, row, taps, 0) for row in wanted)
     else:
-        config, network = load_draft(drafter, device=target.device)
-        check_compatible(
-            config,
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            num_layers=target.num_layers,
-        )
-        examples = (run_target(target.model, row, config.target_layer_ids, 0) for row in wanted)
-    network.borrow(target.input_embeddings(), target.output_embeddings())
+        examples = map(as_example, wanted)
     found = evaluate(network, examples, budgets)
     if not found:
         raise ValueError("there is no reply to evaluate on; check the data folder and the split")

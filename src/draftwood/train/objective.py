@@ -112,7 +112,7 @@ class Objective(nn.Module):
         return True
 
     def train_tables(self, trained: bool) -> None:
-        """Whether the drafter's own head (and embeddings, for a language model) are trained."""
+        """Whether the drafter's own head and embeddings are trained."""
         raise NotImplementedError
 
     def labels(self, batch: BlockBatch) -> torch.Tensor | None:
@@ -152,8 +152,9 @@ class BlockObjective(Objective):
         return self.network.lm_head is not None
 
     def train_tables(self, trained: bool) -> None:
-        if self.network.lm_head is not None:
-            self.network.lm_head.weight.requires_grad_(trained)
+        for table in (self.network.embed_tokens, self.network.lm_head):
+            if table is not None:
+                table.weight.requires_grad_(trained)
 
     def forward(
         self, batch: BlockBatch, head: HeadSample | None = None

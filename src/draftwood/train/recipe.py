@@ -50,6 +50,11 @@ class Recipe:
     warm: bool = True
     seed: int = 0
 
+    @property
+    def can_sample_head(self) -> bool:
+        """Whether the drafter has a head of its own; ``head_negatives`` needs one."""
+        return self.draft_vocab_size is not None
+
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Three taps: near the input, the middle, and the last layer but one."""

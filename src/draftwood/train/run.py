@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
+from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import Example
 from draftwood.train.evaluate import Acceptance
 from draftwood.train.features import StoreSource
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective
-from draftwood.train.recipe import Recipe, build_drafter, default_taps, draft_config
+from draftwood.train.recipe import Recipe, default_taps, draft_config
 from draftwood.train.run_file import read_run, write_run
-from draftwood.train.state import latest_checkpoint
-from draftwood.train.target_side import (
-    LiveSource,
-    ResponseRow,
-    build_store,
-    run_target,
-    split_rows,
-)
-from draftwood.train.trainer import ExampleSource, TrainConfig, Trainer
-from draftwood.train.warm_start import draft_vocabulary
-from draftwood.tree.tree import FloatArray
+from draftwood.train.start import TrainedStart, check_masks, load_start
+from draftwood.train.state import HeardLog, RunLog, latest_checkpoint
+from draftwood.train.target_side import LiveSource, ResponseRow, build_store, split_rows
+from draftwood.train.trainer import DRAFT, ExampleSource, TrainConfig, Trainer
+from draftwood.train.untrained import first_network, first_vocabulary
 
 FEATURES = "features"
-_NORM_ROWS = 8
+
+Start: TypeAlias = Recipe | IndependentRecipe | TrainedStart
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ def train_drafter(
     model: nn.Module,
     rows: Sequence[ResponseRow],
     folder: str | os.PathLike[str],
-    recipe: Recipe | IndependentRecipe,
+    recipe: Start,
     config: TrainConfig,
     *,
     use: DataUse | None = None,
@@ -96,11 +91,12 @@ def train_drafter(
     """Train a drafter, or continue the run that ``folder`` holds.
 
     Args:
-        model: the target, a transformers causal LM; moved to ``device``. For an independent
+        model: the target, a transformers causal LM; moved to ``device``. For a new independent
             drafter the language model it is made of.
         rows: the target's replies, see ``load_rows``; may grow between two calls.
         folder: checkpoints, logs, features, and the drafter itself as ``draft``.
-        recipe: the drafter, whose type decides the kind; a continued run must have the same.
+        recipe: a new drafter, whose type decides the kind, or a trained one to go on with; a
+            continued run must have the same.
         config: the run.
         use: how rows are used.
         device: where training happens (an accelerator's own where there is one).
@@ -119,16 +115,16 @@ def train_drafter(
         model, rows, Path(folder), recipe, config,
         use=use or DataUse(), device=device, accelerator=accelerator,
     )  # fmt: skip
-    if on_record is not None and trainer.log is not None:
-        trainer.log = _Heard(trainer.log, on_record)  # type: ignore[assignment]
-    return trainer.run()
+    if on_record is not None and isinstance(trainer.log, RunLog):
+        trainer.log = HeardLog(trainer.log, on_record)
+    return trainer.run(evaluate_first=isinstance(recipe, TrainedStart))
 
 
 def prepare(
     model: nn.Module,
     rows: Sequence[ResponseRow],
     folder: Path,
-    recipe: Recipe | IndependentRecipe,
+    recipe: Start,
     config: TrainConfig,
     *,
     use: DataUse,
@@ -143,63 +139,115 @@ def prepare(
             f"no row of at most {use.max_len} tokens to train on; generate more, or raise max_len "
             "or lower held_out_percent"
         )
-    if isinstance(recipe, IndependentRecipe):
-        where = accelerator.device if accelerator is not None else torch.device(device)
-        return _prepare_independent(
-            model.to(where), train, held, folder, recipe, config, use, accelerator
-        )
-    draft_config(model.config, recipe, attention_bias=False)  # refused before anything is computed
-    is_first = accelerator is None or accelerator.is_main_process
     where = accelerator.device if accelerator is not None else torch.device(device)
     model.to(where)
-    taps = recipe.taps or default_taps(int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
-    folder.mkdir(parents=True, exist_ok=True)
-    if is_first and use.cache_features:
-        build_store(folder / FEATURES, rows, model, taps, top_k=use.top_k, max_len=use.max_len)
-    _wait(accelerator)
-    source: ExampleSource
-    validation: ExampleSource
-    if use.cache_features:
-        store, percent = folder / FEATURES, use.held_out_percent
-        source = StoreSource(store, taps, held_out=False, percent=percent)
-        validation = StoreSource(store, taps, held_out=True, percent=percent)
-    else:
-        source = LiveSource(train, model, taps, use.top_k)
-        validation = LiveSource(held, model, taps, use.top_k)
-    if is_first and latest_checkpoint(folder) is None:
-        write_run(folder, recipe, _vocabulary(model, recipe, source, train))
-    _wait(accelerator)
-    network = _network(model, recipe, taps, read_run(folder, recipe), train).to(where)
+    run = _Run(model, rows, train, held, folder, config, use, where, accelerator)
+    if isinstance(recipe, IndependentRecipe):
+        return _prepare_independent(run, build_independent(model, recipe), asdict(recipe))
+    if isinstance(recipe, Recipe):
+        draft_config(model.config, recipe, attention_bias=False)  # refused before any computation
+        taps = recipe.taps or default_taps(int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
+        return _prepare_block(
+            run, taps, asdict(recipe),
+            choose=lambda source: first_vocabulary(model, recipe, source, train),
+            build=lambda vocabulary: first_network(model, recipe, taps, vocabulary, train),
+        )  # fmt: skip
+    return _prepare_trained(run, recipe)
 
-    held_out = _some(validation, use.num_validation)
-    return Trainer(network, source, held_out, folder, config, accelerator)
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run of every kind consists of; the model is in its place, no row is too long."""
+
+    model: nn.Module
+    rows: Sequence[ResponseRow]
+    train: Sequence[ResponseRow]
+    held: Sequence[ResponseRow]
+    folder: Path
+    config: TrainConfig
+    use: DataUse
+    where: torch.device
+    accelerator: Any
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    def wait(self) -> None:
+        """For the other processes."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+
+
+def _prepare_trained(run: _Run, start: TrainedStart) -> Trainer:
+    """The network is there; the folder must have started from the same one."""
+    if start.folder.resolve() == (run.folder / DRAFT).resolve():
+        raise ValueError(f"the run would overwrite {start.folder}; train in another folder")
+    check_masks(start.mask_token_id, run.rows)
+    network = load_start(start, run.model, run.where)
+    choices = {"init": start.checksum}
+    if isinstance(network, IndependentNetwork):
+        return _prepare_independent(run, network, choices)
+    taps = network.config.target_layer_ids
+    return _prepare_block(run, taps, choices, choose=lambda _: None, build=lambda _: network)
+
+
+def _prepare_block(
+    run: _Run,
+    taps: Sequence[int],
+    choices: Mapping[str, Any],
+    *,
+    choose: Callable[[ExampleSource], list[int] | None],
+    build: Callable[[list[int] | None], DraftNetwork],
+) -> Trainer:
+    """Features first, then the draft vocabulary, once for all parts of a run, then the network."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    source, validation = _sources(run, taps)
+    if run.is_first and latest_checkpoint(run.folder) is None:
+        write_run(run.folder, choices, choose(source))
+    run.wait()
+    network = build(read_run(run.folder, choices)).to(run.where)
+    held_out = _some(validation, run.use.num_validation)
+    return Trainer(network, source, held_out, run.folder, run.config, run.accelerator)
+
+
+def _sources(run: _Run, taps: Sequence[int]) -> tuple[ExampleSource, ExampleSource]:
+    """Replies with the target's features: (to train on, held out)."""
+    use = run.use
+    if not use.cache_features:
+        return (
+            LiveSource(run.train, run.model, taps, use.top_k),
+            LiveSource(run.held, run.model, taps, use.top_k),
+        )
+    store, percent = run.folder / FEATURES, use.held_out_percent
+    if run.is_first:
+        rows = run.rows
+        build_store(store, rows, run.model, taps, top_k=use.top_k, max_len=use.max_len)
+    run.wait()
+    return (
+        StoreSource(store, taps, held_out=False, percent=percent),
+        StoreSource(store, taps, held_out=True, percent=percent),
+    )
 
 
 def _prepare_independent(
-    body: nn.Module,
-    train: Sequence[ResponseRow],
-    held: Sequence[ResponseRow],
-    folder: Path,
-    recipe: IndependentRecipe,
-    config: TrainConfig,
-    use: DataUse,
-    accelerator: Any,
+    run: _Run, network: IndependentNetwork, choices: Mapping[str, Any]
 ) -> Trainer:
     """No features, no draft vocabulary: the network, its objective, and the tokens."""
-    if config.loss.distill > 0 or config.loss.tree > 0:
+    loss = run.config.loss
+    if loss.distill > 0 or loss.tree > 0:
         raise ValueError(
             "an independent drafter is trained on the replies' tokens; set distill and tree to 0"
         )
-    network = build_independent(body, recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    is_first = accelerator is None or accelerator.is_main_process
-    if is_first and latest_checkpoint(folder) is None:
-        write_run(folder, recipe, None)
-    _wait(accelerator)
-    read_run(folder, recipe)
-    objective = JointObjective(network, config.loss)
-    held_out = _some(TokenSource(held), use.num_validation)
-    return Trainer(objective, TokenSource(train), held_out, folder, config, accelerator)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if run.is_first and latest_checkpoint(run.folder) is None:
+        write_run(run.folder, choices, None)
+    run.wait()
+    read_run(run.folder, choices)
+    held_out = _some(TokenSource(run.held), run.use.num_validation)
+    objective, source = JointObjective(network, loss), TokenSource(run.train)
+    return Trainer(objective, source, held_out, run.folder, run.config, run.accelerator)
 
 
 def _some(validation: ExampleSource, count: int) -> Callable[[], list[Example]]:
@@ -210,72 +258,3 @@ def _some(validation: ExampleSource, count: int) -> Callable[[], list[Example]]:
         return [validation.example(i) for i in range(min(len(validation), count))]
 
     return held_out
-
-
-class _Heard:
-    """A run log that also tells someone."""
-
-    def __init__(self, log: Any, on_record: Callable[[str, int, dict[str, Any]], None]) -> None:
-        self._log, self._on_record = log, on_record
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        self._log.write(kind, step, values)
-        self._on_record(kind, step, values)
-
-    def close(self) -> None:
-        self._log.close()
-
-
-def token_weights(
-    rows: Iterable[ResponseRow], vocab_size: int, prompt_share: float = 0.3
-) -> FloatArray:
-    """[vocab_size] count of each token in replies, plus a share of its count in prompts."""
-    weights = np.zeros(vocab_size)
-    for row in rows:
-        ids = np.asarray(row.token_ids)
-        weights += np.bincount(ids[row.response_start :], minlength=vocab_size)
-        weights += prompt_share * np.bincount(ids[: row.response_start], minlength=vocab_size)
-    return weights
-
-
-def _vocabulary(
-    model: nn.Module, recipe: Recipe, source: ExampleSource, rows: Sequence[ResponseRow]
-) -> list[int] | None:
-    if recipe.draft_vocab_size is None:
-        return None
-    vocab_size = _vocab_size(model)
-    if isinstance(source, StoreSource):
-        weights = source.store.token_weights(vocab_size)
-    else:
-        weights = token_weights(rows, vocab_size)
-    ids: list[int] = draft_vocabulary(weights, recipe.draft_vocab_size).tolist()
-    return ids
-
-
-def _vocab_size(model: nn.Module) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-
-
-def _wait(accelerator: Any) -> None:
-    if accelerator is not None:
-        accelerator.wait_for_everyone()
-
-
-def _network(
-    model: nn.Module,
-    recipe: Recipe,
-    taps: Sequence[int],
-    vocabulary: Sequence[int] | None,
-    rows: Sequence[ResponseRow],
-) -> DraftNetwork:
-    """The untrained drafter; q/k norms take their scale from a few rows."""
-    weights = None
-    if vocabulary is not None:
-        weights = np.zeros(_vocab_size(model))
-        weights[list(vocabulary)] = 1.0
-    features = tokens = None
-    if recipe.warm:
-        few = [run_target(model, row, taps, 0) for row in rows[:_NORM_ROWS]]
-        features = torch.cat([example.features for example in few]).float()
-        tokens = np.concatenate([example.token_ids for example in few]).tolist()
-    return build_drafter(model, recipe, weights, features, tokens)

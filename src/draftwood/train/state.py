@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,17 @@ class RunLog:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class HeardLog:
+    """A run log that also tells someone."""
+
+    def __init__(self, log: RunLog, on_record: Callable[[str, int, dict[str, Any]], None]) -> None:
+        self._log, self._on_record = log, on_record
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._log.write(kind, step, values)
+        self._on_record(kind, step, values)
+
+    def close(self) -> None:
+        self._log.close()

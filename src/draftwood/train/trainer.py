@@ -21,12 +21,16 @@ from draftwood.train.objective import BlockObjective, HeadSample, Objective
 from draftwood.train.order import PlannedBatch, plan_epoch
 from draftwood.train.schedule import Schedule
 from draftwood.train.state import (
+    HeardLog,
     Progress,
     RunLog,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+
+DRAFT = "draft"
+"""Folder of the drafter inside that of its run."""
 
 
 class ExampleSource(Protocol):
@@ -53,8 +57,8 @@ class TrainConfig:
             run; near positions are learned first and cheaper. 0 turns it off.
         head_negatives: train through a sample of the head, everything the batch asks for plus
             this many others; 0 uses all of it. A DFlash drafter needs a head of its own for it.
-        train_head: whether the drafter's own head (and embeddings, of an independent drafter)
-            are trained or stay as they started.
+        train_head: whether the drafter's own head and embeddings are trained or stay as they
+            started.
         ema_decay: keep an exponential moving average of the weights for evaluation and saving.
         eval_minutes, save_minutes: how often (training time); both also happen at the end.
         log_steps: steps per log record.
@@ -133,7 +137,7 @@ class Trainer:
         self._resume()
         if accelerator:
             self.objective, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
-        self.log = RunLog(folder) if self.rank == 0 else None
+        self.log: RunLog | HeardLog | None = RunLog(folder) if self.rank == 0 else None
         self._plan: list[PlannedBatch] = []
 
     # -- data ------------------------------------------------------------------------------
@@ -235,10 +239,16 @@ class Trainer:
 
     # -- the run ---------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Acceptance]:
-        """Train to the end of the schedule; evaluate and save on the way and at the end."""
+    def run(self, *, evaluate_first: bool = False) -> dict[str, Acceptance]:
+        """Train to the end of the schedule; evaluate and save on the way and at the end.
+
+        Args:
+            evaluate_first: also before the first step: what there is to improve on.
+        """
         config, progress = self.config, self.progress
         self._record("start", {"config": asdict(config), "responses": len(self.source)})
+        if evaluate_first and progress.step == 0:
+            self.evaluate()
         evaluated = saved = progress.elapsed_s
         window: list[dict[str, float]] = []
         window_s, window_positions = 0.0, progress.positions
@@ -287,7 +297,7 @@ class Trainer:
             accuracy = {f"accuracy_{i + 1}": a for i, a in enumerate(found.accuracy)}
             about = {"domain": domain, "tokens": found.num_tokens, **taus, **accuracy}
             self._record("eval" if domain == "all" else f"eval/{domain}", about)
-        save_network(self.folder / "draft", network, weights)
+        save_network(self.folder / DRAFT, network, weights)
         return result
 
     def weights(self) -> dict[str, torch.Tensor]:

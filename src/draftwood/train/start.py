@@ -1,0 +1,127 @@
+"""Runs that start from a drafter that is trained already, to fine-tune it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from draftwood.draft.checkpoint import CONFIG, check_compatible, find_folder, load_draft
+from draftwood.draft.config import DraftConfig
+from draftwood.draft.independent_checkpoint import check_fits, load_independent
+from draftwood.draft.independent_config import IndependentConfig, is_independent
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.draft.load import read_config, shipped_folder
+from draftwood.target.model import Target
+from draftwood.train.networks import Network
+from draftwood.train.target_side import ResponseRow
+
+
+@dataclass(frozen=True)
+class TrainedStart:
+    """A drafter folder as the start of a run; see ``trained_start``.
+
+    Attributes:
+        folder: of the drafter; everything about its shape is what it says.
+        checksum: of its configuration and weights, which a continued run must find unchanged.
+        config: what its folder says.
+    """
+
+    folder: Path
+    checksum: str
+    config: DraftConfig | IndependentConfig
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.config.mask_token_id
+
+    @property
+    def can_sample_head(self) -> bool:
+        """Whether ``TrainConfig.head_negatives`` may be used."""
+        return isinstance(self.config, IndependentConfig) or self.config.own_head
+
+
+def trained_start(drafter: str | os.PathLike[str], target: Target) -> TrainedStart:
+    """The start of a run that goes on with the weights of ``drafter``.
+
+    Args:
+        drafter: ``"shipped"``, or a folder or hub id of a DFlash or independent drafter.
+        target: the model that it drafts for.
+
+    Raises:
+        ValueError: there is no such drafter, or it does not fit the target.
+    """
+    found = shipped_folder(target) if drafter == "shipped" else find_folder(drafter, None)
+    if found is None:
+        raise ValueError("no drafter is shipped for this target; give a drafter's folder")
+    return TrainedStart(found, checksum(found), load_fitting(found, target).config)
+
+
+def load_fitting(drafter: str | os.PathLike[str], target: Target) -> Network:
+    """A saved drafter in float32 on the target's device, with the target's tables to borrow.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not fit the target.
+    """
+    network = _load(drafter, target.device)
+    if isinstance(network, IndependentNetwork):
+        check_fits(network.config, target)
+    else:
+        check_compatible(
+            network.config,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+        )
+    network.borrow(target.input_embeddings(), target.output_embeddings())
+    return network
+
+
+def load_start(start: TrainedStart, model: nn.Module, device: torch.device | str) -> Network:
+    """The network of ``start`` in float32, ready to be trained for the target ``model``.
+
+    Raises:
+        ValueError: the folder is not what it was when ``start`` was made.
+    """
+    if checksum(start.folder) != start.checksum:
+        raise ValueError(
+            f"the drafter in {start.folder} has changed since this run chose it; restore it"
+        )
+    network = _load(start.folder, device)
+    inputs = model.get_input_embeddings().weight  # type: ignore[operator]
+    outputs = model.get_output_embeddings().weight  # type: ignore[operator]
+    if isinstance(network, IndependentNetwork):
+        inputs, outputs = inputs.float(), outputs.float()
+    network.borrow(inputs, outputs)
+    return network.requires_grad_(True).train()
+
+
+def check_masks(mask: int, rows: Iterable[ResponseRow]) -> None:
+    """Refuse replies that contain the token which stands for a masked position."""
+    count = sum(mask in row.token_ids[row.response_start :] for row in rows)
+    if count:
+        raise ValueError(
+            f"{count} replies contain the drafter's mask token {mask}; leave those replies out, or "
+            "train a new drafter with another mask token"
+        )
+
+
+def checksum(folder: Path) -> str:
+    """Of the files that make a drafter: its configuration and its weights."""
+    digest = hashlib.sha256()
+    for file in [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]:
+        with file.open("rb") as handle:
+            for part in iter(lambda: handle.read(2**20), b""):
+                digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def _load(drafter: str | os.PathLike[str], device: torch.device | str) -> Network:
+    if is_independent(read_config(str(drafter), None)):
+        return load_independent(drafter, device=device)
+    return load_draft(drafter, device=device)[1]
