@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from draftwood.target.arena import Arena
 from draftwood.target.store import cache_dir
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -28,7 +29,6 @@ FLAGS = (
 )  # fmt: skip
 LIBRARIES = ("-lc", "-lm")
 TIMEOUT_S = 60.0
-ALIGNMENT = 64  # bytes
 
 
 class Linear(ctypes.Structure):
@@ -82,6 +82,7 @@ class Native:
         self.stack: Callable[..., Any] = library.dw_stack
         self.linear: Callable[..., Any] = library.dw_linear
         self._pack: Callable[..., Any] = library.dw_pack
+        self._arena = Arena()
         self.panel = int(library.dw_panel())
         self.vector = int(library.dw_vector())
 
@@ -90,7 +91,7 @@ class Native:
         outputs, inputs = matrices[0].shape
         stride = len(matrices)
         size = -(-outputs // self.panel) * self.panel * inputs
-        buffer = _aligned(size * stride)
+        buffer = self._arena.take(size * stride)
         for index, matrix in enumerate(matrices):
             assert matrix.shape == (outputs, inputs)
             start = buffer.data_ptr() + 4 * index * self.panel * inputs
@@ -98,13 +99,6 @@ class Native:
             threads = torch.get_num_threads()
             self._pack(rows.data_ptr(), start, inputs, outputs, stride, threads)
         return buffer
-
-
-def _aligned(size: int) -> torch.Tensor:
-    """[size] float32 that start on a cache line."""
-    buffer = torch.empty(size + ALIGNMENT // 4)
-    offset = -buffer.data_ptr() % ALIGNMENT // 4
-    return buffer[offset : offset + size]
 
 
 @lru_cache(maxsize=1)
