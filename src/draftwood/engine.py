@@ -19,7 +19,8 @@ from draftwood.draft.base import (
 )
 from draftwood.draft.surrogate import Surrogate
 from draftwood.drive import generate, stream
-from draftwood.records import CycleRecord, CycleStats, Output, StepEvent
+from draftwood.learn import file_cycle, refit, teach
+from draftwood.records import CycleRecord, Output, StepEvent
 from draftwood.request import Prompt, new_sequence
 from draftwood.sampling import SamplingParams
 from draftwood.sequence import SequenceState, StopWhen
@@ -161,49 +162,12 @@ class Engine:
         return DraftTree.pack([chunks[i] for i in range(len(seqs))])
 
     def _learn(self, seqs: Sequence[SequenceState], record: CycleRecord) -> None:
-        """Refit the latency model and file the cycle with its sequences and listeners."""
-        seconds, tree = record.seconds, record.tree
-        phis = record.scored.phi()
-        rows = {i: row for row, i in enumerate(record.decoding)}
-        for i, seq in enumerate(seqs):
-            if i not in rows:
-                seq.prefill_s += seconds.total_s
-                continue
-            row, verdict = rows[i], record.verdicts[i]
-            budget = int(record.budgets[row])
-            stats = CycleStats(
-                num_drafted=budget,
-                num_accepted=len(verdict.path) - 1,
-                num_committed=record.num_committed[i],
-                phi=float(phis[row, budget]),
-                context_len=record.context_lens[i],
-                num_seqs=len(seqs),
-                seconds=seconds,
-                ahead=record.ahead[row],
-            )
-            seq.cycles.append(stats)
-        if len(rows) == len(seqs):
-            # On a CPU the head runs once per token drawn, elsewhere with the pass on all rows.
-            per_token_s = seconds.walk_s if self.target.device.type == "cpu" else 0.0
-            self.latency.observe(
-                width=len(tree),
-                context_len=sum(record.context_lens) / len(seqs),
-                num_seqs=len(seqs),
-                verify_s=seconds.verify_s + seconds.walk_s - per_token_s,
-                draft_s=seconds.draft_s if record.drafted else None,
-                other_s=seconds.commit_s + seconds.other_s,
-                walk_s=per_token_s,
-                num_tokens=sum(len(verdict.picks) for verdict in record.verdicts),
-            )
-        if record.drafted and self.surrogate is not None:
-            verdicts = [record.verdicts[i] for i in record.decoding]
-            self.surrogate.learn([[pick.token_id for pick in v.picks] for v in verdicts])
+        """File the cycle with its sequences, then refit what the next one is chosen by."""
+        file_cycle(seqs, record)
+        if len(record.decoding) == len(seqs):
+            refit(self.latency, record, on_cpu=self.target.device.type == "cpu")
         if record.drafted:
-            accepted = [
-                (record.verdicts[i].path[1:] - tree.span(i)[0] - 1).tolist()
-                for i in record.decoding
-            ]
-            self.policy.observe(record.scored, record.budgets, accepted)
+            teach(self.surrogate, self.policy, record)
         if self.on_cycle is not None:
             self.on_cycle(record)
 
