@@ -62,7 +62,7 @@ class TraceWriter:
             kind="header",
             format=FORMAT,
             draftwood=draftwood.__version__,
-            target=getattr(target.model.config, "name_or_path", ""),
+            target=target.name,
             **details,
         )
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import platform
 import random
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +19,11 @@ from hypothesis import strategies as st
 
 from draftwood.bench import statistics
 from draftwood.bench.methods import parse_method
-from draftwood.bench.plan import Plan, choose, in_turn
+from draftwood.bench.places import last_name, without_places
+from draftwood.bench.plan import Plan, choose, in_turn, order_numbers
+from draftwood.bench.provenance import changes, provenance
 from draftwood.bench.repetition import MIN_TOKENS, is_repetitive, longest_loop
-from draftwood.bench.store import FILE, Store
+from draftwood.bench.store import FILE, Store, check_writable, read_lines
 from draftwood.bench.workloads import (
     PAPER_SETS,
     SETS,
@@ -24,6 +32,7 @@ from draftwood.bench.workloads import (
     hub_workload,
     local_workloads,
 )
+from draftwood.cli.bench_progress import PAUSE_S, lines
 
 # ---- repetition ---------------------------------------------------------------------------
 
@@ -190,6 +199,21 @@ def test_no_method_is_always_first_or_after_the_same() -> None:
         assert {order[place] for order in orders} == {"ar", "chain", "auto"}
 
 
+@pytest.mark.parametrize("num_methods", [2, 3, 4])
+def test_every_place_equally_often_in_every_set_at_every_temperature(num_methods: int) -> None:
+    methods = [parse_method(name) for name in ("ar", "chain", "auto", "lookup")[:num_methods]]
+    sets = {name: list(_workload(name, 2 * num_methods).tasks) for name in ("a", "b")}
+    units = list(Plan(sets, (0.0, 1.0)).units())
+    places: Counter[tuple[str, float, str, int]] = Counter()
+    for number, unit in zip(order_numbers(units), units, strict=True):
+        for place, method in enumerate(in_turn(methods, number)):
+            places[unit.set_name, unit.temperature, method.name, place] += 1
+    assert len(places) == 2 * 2 * num_methods**2
+    assert set(places.values()) == {2}
+    firsts = {in_turn(methods, number)[0].name for number in order_numbers(units)[:4]}
+    assert len(firsts) > 1  # sets do not all begin with the same method
+
+
 def test_methods_by_name() -> None:
     assert parse_method("tree:32").budget == "32"
     assert parse_method("lookup:chain").drafter == "lookup"
@@ -214,10 +238,13 @@ def test_a_torn_line_is_removed_and_all_others_stay(tmp_path: Path) -> None:
         with Store(tmp_path) as store:
             complete = whole[:cut].count(b"\n")
             assert len(store.lines) == complete
+            is_whole = cut == 0 or whole[:cut].endswith(b"\n")
+            assert store.cut_line == (None if is_whole else complete + 1)
             store.begin({}, {"target": "t"})
             store.add({"key": "new"})
         with Store(tmp_path) as store:
             assert len(store.lines) == complete + 2
+            assert store.cut_line is None
 
 
 def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
@@ -231,3 +258,123 @@ def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("nothing\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 1"):
         Store(tmp_path)
+
+
+def test_a_damaged_line_in_the_middle_is_named_and_kept(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.begin({}, {"target": "t"})
+        for number in range(3):
+            store.add({"key": f"k{number}"})
+    rows = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    damaged = b"".join([*rows[:2], rows[2][:-9] + b"\n", rows[3], rows[3][:5]])
+    (tmp_path / FILE).write_bytes(damaged)
+    for read in (lambda: Store(tmp_path), lambda: read_lines(tmp_path / FILE)):
+        with pytest.raises(ValueError, match="line 3"):
+            read()
+    assert (tmp_path / FILE).read_bytes() == damaged
+
+
+def test_only_one_command_writes(tmp_path: Path) -> None:
+    code = "import sys; from draftwood.bench.store import Store; Store(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with Store(tmp_path):
+        second = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert second.returncode != 0
+        assert "ValueError: another" in second.stderr
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    for wrong in (file, file / "below"):
+        with pytest.raises(ValueError, match="choose another folder"):
+            check_writable(wrong)
+
+    def refuse(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # tests may run as root
+    with pytest.raises(ValueError, match="Permission denied"):
+        check_writable(tmp_path / "a")
+
+
+# ---- headers ------------------------------------------------------------------------------
+
+
+def test_names_of_folders_stay_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "somebody" / "work"
+    work.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    above = work.parent
+    for given_, kept in {
+        f"{work}/out": "out",
+        f"--data={work}/my/set.jsonl": "--data=my/set.jsonl",
+        f"-o{work}/out": "-oout",
+        f"{above}/models/tiny": "tiny",
+        "../models/tiny": "tiny",
+        "~/models/tiny+lookup": "tiny+lookup",
+        f"xllamacpp={above}/llama/bin/python:{above}/model.gguf": "xllamacpp=python:model.gguf",
+        "results/paper": "results/paper",
+        "owner/model": "owner/model",
+        "ar,tree:32": "ar,tree:32",
+    }.items():
+        assert without_places(given_) == kept
+    assert last_name(f"{above}/models/tiny+lookup") == "tiny+lookup"
+    assert [last_name(name) for name in ("owner/model", "demo")] == ["owner/model", "demo"]
+    program = [f"{above}/bin/draftwood", "bench", "-o", f"{above}/x", "--target", f"{work}/m"]
+    monkeypatch.setattr(sys, "argv", program)
+    header = provenance()
+    assert header["command"] == "draftwood bench -o x --target m"
+    text = json.dumps(header)
+    assert "somebody" not in text
+    assert f'"{platform.node()}"' not in text
+    assert f'"{getpass.getuser()}"' not in text
+    monkeypatch.setattr(sys, "argv", [f"{above}/draftwood/__main__.py", "bench"])
+    assert provenance()["command"] == "draftwood bench"
+
+
+def test_a_model_is_the_same_wherever_its_folder_is(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.begin({}, {"target": "/home/me/models/tiny"})
+    with Store(tmp_path) as store:
+        assert store.begin({}, {"target": "tiny"}) == 1
+    with Store(tmp_path) as store, pytest.raises(ValueError, match="now it is 'small'"):
+        store.begin({}, {"target": "small"})
+
+
+def test_other_threads_and_versions_are_told() -> None:
+    now = provenance()
+    assert changes(now, now) == []
+    hardware = {**now["hardware"], "threads": 99, "load_before": 7.0}
+    versions = {**now["versions"], "torch": "0"}
+    found = changes({**now, "hardware": hardware, "versions": versions}, now)
+    assert sorted(line.split()[0] for line in found) == ["threads", "torch"]
+
+
+# ---- progress -----------------------------------------------------------------------------
+
+
+def test_progress_in_lines_now_and_then() -> None:
+    said: list[str] = []
+    clock = [0.0]
+    tell = lines(said.append, lambda: clock[0])
+    for done in range(40, 141):  # 40 were there before
+        tell(done, 140, "gsm8k T=0 ar")
+        clock[0] += 2.0
+    assert [line.split(" ")[0] for line in said] == [f"{n}/140" for n in range(40, 140, 7)]
+    assert said[1] == "47/140 · gsm8k T=0 ar · about 3 min left"
+    said.clear()
+    tell = lines(said.append, lambda: clock[0])
+    for done in range(4):
+        tell(done, 1000, "gsm8k T=0 ar")
+        clock[0] += PAUSE_S / 2
+    assert [line.split(" ")[0] for line in said] == ["0/1000", "2/1000"]
+    said.clear()
+    lines(said.append)(6, 6, "")
+    assert said == []  # nothing was left to do

@@ -18,6 +18,7 @@ from draftwood.bench.report.tables import (
     published_table,
     results_table,
 )
+from draftwood.bench.store import FILE
 from draftwood.bench.summary import ALL_SETS, cells, load_results
 from draftwood.bench.throughput import throughputs
 from draftwood.bench.workloads import PAPER_SETS
@@ -68,6 +69,49 @@ def test_what_plain_decoding_lacks_is_left_out(tmp_path: Path) -> None:
     (row,) = differences(results, "chain", "ar")
     assert row.tau is not None
     assert row.tau.value == 1.0
+
+
+def test_only_turns_that_both_have_are_compared(tmp_path: Path) -> None:
+    """An interrupted run: of the second turn, ten times as slow, there is only the reference."""
+    second = record("a", 0, 0.0, "ar", noise=10.0)
+    second |= {"turn": 1, "key": second["key"].replace("turn0", "turn1")}
+    lines = [run_line(), record("a", 0, 0.0, "ar"), second, record("a", 0, 0.0, "chain")]
+    results = load_results(write_results(tmp_path, lines))
+    (speed,) = (cell.speedup for cell in cells(results) if cell.speedup is not None)
+    assert speed.value == pytest.approx(2 * 0.05 / 0.06)
+    (row,) = differences(results, "chain", "ar")
+    assert row.speed.value == pytest.approx(2 * 0.05 / 0.06)
+
+
+def test_throughput_is_of_the_same_requests(tmp_path: Path) -> None:
+    lines = [run_line(), *(record("a", 0, 0.0, m, concurrency=4) for m in ("ar", "chain"))]
+    slow = [record("a", 1, 0.0, "ar", noise=9.0, concurrency=4)]  # interrupted before the chain
+    results = load_results(write_results(tmp_path, [*lines, *slow]))
+    ar, chain = throughputs(results)
+    assert chain.tokens_per_s.value / ar.tokens_per_s.value == pytest.approx(1.3 / 0.82)
+
+
+def test_repetitions_are_no_further_requests(tmp_path: Path) -> None:
+    again = record("a", 0, 0.0, "ar", noise=2.0, concurrency=4)
+    again |= {"repeat": 1, "key": again["key"].replace("/r0/", "/r1/")}
+    lines = [run_line(), record("a", 0, 0.0, "ar", concurrency=4), again]
+    (one,) = throughputs(load_results(write_results(tmp_path, lines)))
+    assert one.tokens_per_s.num == 1
+
+
+def test_a_cut_last_line_is_told(tmp_path: Path) -> None:
+    folder = write_results(tmp_path / "results", result_lines())
+    path = folder / FILE
+    num = len(path.read_bytes().splitlines())
+    path.write_bytes(path.read_bytes()[:-20])
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert f"line {num} of {path} " in result.stderr
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*rows[:4], b"{\n", *rows[4:]]))
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 1
+    assert f"line 5 of {path} " in " ".join(result.stderr.split())
 
 
 def test_tree_against_chain(tmp_path: Path) -> None:

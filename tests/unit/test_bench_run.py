@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from draftwood.bench.measure import acceptance_by_depth, acceptance_length
 from draftwood.bench.methods import Bench, Outside, open_runner, parse_method
 from draftwood.bench.plan import Plan
 from draftwood.bench.runs import Request
-from draftwood.bench.store import FILE, Store
+from draftwood.bench.store import FILE, Store, read_lines
 from draftwood.bench.workloads import Task
-from draftwood.cli import app
+from draftwood.cli.app import app
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.errors import DraftwoodError
 from draftwood.sampling import SamplingParams
@@ -227,6 +228,18 @@ def test_usage_errors_before_anything_is_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_looked_for(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"turns": ["abc"]}\n', encoding="utf-8")
+    base = ["bench", "--data", str(data), "--target", str(tmp_path / "none"), "--out"]
+    for wrong in (data, data / "below"):
+        result = CliRunner().invoke(app, [*base, str(wrong)])
+        assert result.exit_code == 2, result.output
+        assert "choose another folder" in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_an_interrupt_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_folder(tmp_path / "tiny")
     data = tmp_path / "mine.jsonl"
@@ -245,7 +258,43 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     stopped = CliRunner().invoke(app, command)
     assert stopped.exit_code == 130, stopped.output
     assert "2 results" in stopped.stderr
+    assert "1/4 · mine T=0 " in stopped.stderr  # no terminal, so in lines
+    path = tmp_path / "out" / FILE
+    cut = read_lines(path)
+    assert cut[-1]["kind"] == "check"
+    del cut[-1]
+    path.write_bytes(path.read_bytes().rstrip(b"\n")[:-3])
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "4 results" in done.stderr
     assert "2 of them new" in done.stderr
+    assert f"line {len(cut) + 1} of {path} " in done.stderr
+    found = read_lines(path)
+    assert found[: len(cut)] == cut
+    assert [line["kind"] for line in found].count("check") == 2
+    assert found[0]["settings"]["target"] == "tiny"
+
+
+def test_a_drafter_with_lookup_has_the_weights_of_the_drafter(target: Target) -> None:
+    folders = {name: Bench(target, "tiny", name).drafter_folder
+               for name in ("x", "x+lookup", "lookup", "none")}  # fmt: skip
+    assert folders == {"x": "x", "x+lookup": "x", "lookup": None, "none": None}
+
+
+@pytest.mark.parametrize("method", ["lookup", "async-process"])
+def test_nothing_is_learned_from_or_for_other_commands(
+    method: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
+    bench = Bench(target, "tiny", "lookup")
+    runner = open_runner(parse_method(method), bench, 0.0)
+    try:
+        (one,) = runner.run(
+            [Request([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))]
+        ).generations
+        assert one.cycles
+    finally:
+        runner.close()
+    del runner
+    gc.collect()
+    assert not (tmp_path / "surrogates").exists()

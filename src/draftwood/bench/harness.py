@@ -11,7 +11,7 @@ from draftwood.bench.engines.worker import SCRIPTS
 from draftwood.bench.identity import check
 from draftwood.bench.measure import measured
 from draftwood.bench.methods import REFERENCE, Bench, Method, open_runner, parse_method
-from draftwood.bench.plan import Plan, Unit, in_turn
+from draftwood.bench.plan import Plan, Unit, in_turn, order_numbers
 from draftwood.bench.runs import Request
 from draftwood.bench.store import Store
 from draftwood.bench.workloads import Task
@@ -100,17 +100,24 @@ class Harness:
             raise ValueError(f"method {twice!r} is named twice")
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Do what is missing. Interrupt it at any time; the next call goes on from there."""
+        """Do what is missing. Interrupt it at any time; the next call goes on from there.
+
+        Args:
+            on_progress: told (results there, results in all, what is measured next); what was
+                there before is counted from the start.
+        """
         units = list(self.plan.units())
         for method in self.methods:  # what cannot run here fails before hours of work
             for temperature in self.plan.temperatures:
                 self._runner(method, temperature)
-        total = sum(len(self._methods_for(unit)) for unit in units)
-        done = 0
-        for number, unit in enumerate(units):
+        keys = [unit.key(method) for unit in units for method in self._methods_for(unit)]
+        done, total = sum(key in self.store.records for key in keys), len(keys)
+        for number, unit in zip(order_numbers(units), units, strict=True):
             methods = self._methods_for(unit)
             requests = self._requests(unit)
             for method in in_turn(methods, number):
+                if unit.key(method) in self.store.records:
+                    continue
                 on_progress(done, total, f"{unit.set_name} T={unit.temperature:g} {method.name}")
                 if requests is not None:
                     self._measure(unit, method, requests)
@@ -165,15 +172,12 @@ class Harness:
         return text
 
     def _measure(self, unit: Unit, method: Method, requests: list[Request]) -> None:
-        key = unit.key(method)
-        if key in self.store.records:
-            return
         runner = self._runner(method, unit.temperature)
         self._warm_up(runner, method, unit)
         figures = measured(runner.run(requests))
         self.store.add(
             {
-                "key": key,
+                "key": unit.key(method),
                 "run": self.run_number,
                 "set": unit.set_name,
                 "tasks": [task.index for task in unit.tasks],

@@ -14,10 +14,12 @@ from draftwood.bench.engines.own import OwnRunner
 from draftwood.bench.engines.worker import SCRIPTS, WorkerRunner
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter, shipped_folder
+from draftwood.draft.surrogate import Surrogate
 from draftwood.target.model import Target
 from draftwood.tree.budget import is_constant, parse_budget
 
 REFERENCE = "ar"
+WITH_LOOKUP = "+lookup"
 _OUTSIDE_LEN = 8192  # outside engines reserve memory for their longest context
 
 
@@ -115,13 +117,14 @@ class Bench:
 
     @property
     def drafter_folder(self) -> str | None:
-        """Where the weights of the benchmark's drafter are; None if it has none."""
-        if self.drafter in ("none", "lookup"):
+        """Where the weights of the benchmark's drafter are (a folder or hub id), if it has any."""
+        name = self.drafter.removesuffix(WITH_LOOKUP)
+        if name in ("none", "lookup"):
             return None
-        if self.drafter == "auto":
+        if name in ("auto", "shipped"):
             folder = shipped_folder(self.target)
             return None if folder is None else str(folder)
-        return self.drafter
+        return name
 
 
 def open_runner(method: Method, bench: Bench, temperature: float) -> Runner:
@@ -152,10 +155,13 @@ def open_runner(method: Method, bench: Bench, temperature: float) -> Runner:
 def _own(method: Method, bench: Bench) -> Runner:
     drafter: str | Drafter = bench.given if method.drafter == "given" else method.drafter
     ahead = method.ahead or None
+    constant = parse_budget(method.budget) if is_constant(method.budget) else None
     if ahead == "process":
         drafter = bench.drafter  # a drafter that exists cannot move there
-    template = load(bench.target, drafter, method.budget, ahead=ahead)
-    constant = parse_budget(method.budget) if is_constant(method.budget) else None
+    options: dict[str, Any] = {}
+    if constant is None and isinstance(drafter, str):
+        options["surrogate"] = Surrogate()  # not the one that other commands have taught
+    template = load(bench.target, drafter, method.budget, ahead=ahead, **options)
     return OwnRunner(template, constant)
 
 

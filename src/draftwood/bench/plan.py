@@ -115,8 +115,26 @@ def choose(
     return chosen
 
 
+def order_numbers(units: Sequence[Unit]) -> list[int]:
+    """For every unit, the number by which ``in_turn`` orders its methods.
+
+    Counted within each set, temperature and turn, so that in each of them every method takes every
+    place equally often (over twice as many prompts as methods). Were all units counted together,
+    with two temperatures that take turns a method could always be last at one of them. Sets begin
+    at different orders.
+    """
+    nexts: dict[tuple[str, float, int, int], int] = {}
+    numbers = []
+    for unit in units:
+        cell = unit.set_name, unit.temperature, unit.turn, unit.concurrency
+        number = nexts.get(cell, sum(other[1:] == cell[1:] for other in nexts))
+        numbers.append(number)
+        nexts[cell] = number + 1
+    return numbers
+
+
 def in_turn(methods: Sequence[Method], number: int) -> list[Method]:
-    """The methods in the order of the ``number``-th unit.
+    """The methods in the order of a unit with this number.
 
     Rotated, and backwards every other time, so that none is always first, last, or after the same.
     """

@@ -7,24 +7,27 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from draftwood.bench.places import without_places
 from draftwood.target.choices import processor_name
 from draftwood.target.gguf import sha256
 
 PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+VARIES = ("load_before", "memory_bytes")  # without a change that anyone made
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def provenance() -> dict[str, Any]:
-    """Command, time, versions, commit and hardware, as JSON."""
+    """Command, time, versions, commit and hardware, as JSON; no names of hosts, users, folders."""
     import draftwood
 
     return {
-        "command": shlex.join(sys.argv),
+        "command": _command(sys.argv),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {
             "draftwood": draftwood.__version__,
@@ -34,6 +37,29 @@ def provenance() -> dict[str, Any]:
         "commit": _commit(Path(draftwood.__file__).parent),
         "hardware": _hardware(),
     }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two commands that may change speeds, in words.
+
+    Args:
+        before, now: as ``provenance`` gives them.
+    """
+    pairs = [("commit", before.get("commit"), now.get("commit"))]
+    for part in ("versions", "hardware"):
+        old, new = before.get(part, {}), now.get(part, {})
+        pairs += [(name, old.get(name), new.get(name)) for name in {**old, **new}]
+    return [
+        f"{name.replace('_', ' ')} {old} then, {new} now"
+        for name, old, new in pairs
+        if old != new and name not in VARIES
+    ]
+
+
+def _command(arguments: list[str]) -> str:
+    program = Path(arguments[0]).name
+    name = "draftwood" if program == "__main__.py" else program
+    return shlex.join([name, *map(without_places, arguments[1:])])
 
 
 def _version(name: str) -> str | None:

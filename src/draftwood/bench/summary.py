@@ -43,6 +43,11 @@ class Turn:
     repetitive: bool
     found: str | None
 
+    @property
+    def unit(self) -> str:
+        """What was decoded, whichever the method."""
+        return unit_of(self.record)
+
 
 @dataclass(frozen=True)
 class Results:
@@ -135,6 +140,12 @@ def _turns(records: Mapping[str, Line], checks: Mapping[str, Line]) -> Iterable[
         )  # fmt: skip
 
 
+def unit_of(record: Line) -> str:
+    """Key of a record without its method: the same for all that decoded the same."""
+    unit: str = record["key"].rsplit("/", 1)[0]
+    return unit
+
+
 def cells(results: Results, *, repetitive: bool = False) -> list[Cell]:
     """Every set × temperature × method, then the mean over sets of each temperature and method.
 
@@ -199,10 +210,14 @@ def by_prompt(turns: Sequence[Turn], field: str) -> dict[tuple[str, int], float]
 def paired(
     left: Sequence[Turn], right: Sequence[Turn], field: str
 ) -> tuple[list[float], list[float]]:
-    """The values of prompts that both have."""
-    first, second = by_prompt(left, field), by_prompt(right, field)
-    shared = [prompt for prompt in first if prompt in second]
-    return [first[p] for p in shared], [second[p] for p in shared]
+    """The values of prompts that both have, over the turns and repetitions that both have."""
+    has = [{turn.unit for turn in part if getattr(turn, field) is not None}
+           for part in (left, right)]  # fmt: skip
+    first, second = (
+        by_prompt([turn for turn in part if turn.unit in has[0] & has[1]], field)
+        for part in (left, right)
+    )
+    return list(first.values()), [second[prompt] for prompt in first]
 
 
 def _median(values: Sequence[float | None]) -> float | None:

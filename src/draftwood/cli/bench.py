@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.cli import options
-from draftwood.cli.console import note, stderr
+from draftwood.cli.bench_options import (
+    parse_engines,
+    parse_methods,
+    parse_numbers,
+    writable_results,
+)
+from draftwood.cli.bench_progress import showing
+from draftwood.cli.console import note
 from draftwood.cli.generate import INTERRUPTED
 
 if TYPE_CHECKING:
     from draftwood.bench.harness import Decoding, Harness
-    from draftwood.bench.methods import Bench, Method, Outside
+    from draftwood.bench.methods import Bench, Outside
     from draftwood.bench.workloads import Workload
 
 WORK, HOW = "Work", "How"
@@ -24,7 +31,9 @@ METHODS = "ar,chain,tree:32,auto"
 def bench(
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder of the results; continued."),
+        typer.Option(
+            "--out", "-o", callback=writable_results, help="Folder of the results; continued."
+        ),
     ],
     suite: Annotated[
         str | None,
@@ -124,46 +133,35 @@ def begin(store: Any, shared: Bench, decoding: Decoding) -> int:
     """Write down what the results depend on; refuses to mix what cannot be compared."""
     import dataclasses
 
-    from draftwood.bench.provenance import provenance, weights_checksums
+    from draftwood.bench.places import last_name
+    from draftwood.bench.provenance import changes, provenance, weights_checksums
+    from draftwood.bench.store import cut_line_note
 
+    if store.cut_line is not None:
+        note(f"{cut_line_note(store.cut_line, store.path)}; it is measured again")
     folder = shared.drafter_folder
     settings = {
-        "target": shared.target_name,
+        "target": last_name(shared.target_name),
         "target_sha256": weights_checksums(shared.target_name),
-        "drafter": shared.drafter,
+        "drafter": last_name(shared.drafter),
         "drafter_sha256": {} if folder is None else weights_checksums(folder),
         "dtype": str(shared.target.dtype).removeprefix("torch."),
         "device": shared.target.device.type,
         **dataclasses.asdict(decoding),
     }
-    number: int = store.begin(provenance(), settings)
+    before, now = store.runs, provenance()
+    number: int = store.begin(now, settings)
+    if before and (found := changes(before[-1], now)):
+        note(f"earlier results here are not of the same kind: {'; '.join(found)}")
     return number
 
 
 def run(harness: Harness, out: Path) -> None:
-    """Decode with a progress bar; Ctrl-C keeps what is done."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(), TextColumn("{task.description}"),
-    )  # fmt: skip
+    """Decode and say how far it is; Ctrl-C keeps what is done."""
     before = len(harness.store.records)
     try:
-        with Progress(*columns, console=stderr(), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            harness.run(
-                lambda done, total, what: progress.update(
-                    task, completed=done, total=total, description=what
-                )
-            )
+        with showing() as progress:
+            harness.run(progress)
     except KeyboardInterrupt:
         note(f"stopped; {_summary(harness, before)}; the same command continues")
         raise typer.Exit(INTERRUPTED) from None
@@ -212,42 +210,3 @@ def find_workloads(suite: str | None, sets: str | None, data: Sequence[Path]) ->
         names = list(PAPER_SETS)
     local = [workload for path in data for workload in local_workloads(path)]
     return [*(hub_workload(name) for name in names), *local]
-
-
-def parse_methods(text: str) -> list[Method]:
-    """Methods separated by commas; a wrong one is a usage error."""
-    from draftwood.bench.methods import parse_method
-
-    try:
-        return [parse_method(name) for name in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--methods") from None
-
-
-def parse_numbers(text: str, kind: type[Any], hint: str) -> list[Any]:
-    """Numbers separated by commas, each at least 0 (whole ones at least 1)."""
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"expected numbers, got {text!r}", param_hint=hint) from None
-    if not all((1 if kind is int else 0) <= number < 1e6 for number in found):
-        raise typer.BadParameter(f"out of range: {text!r}", param_hint=hint)
-    return list(dict.fromkeys(found))
-
-
-def parse_engines(specs: Sequence[str]) -> dict[str, Outside]:
-    """NAME=PYTHON:MODEL of every outside engine."""
-    from draftwood.bench.engines.worker import SCRIPTS
-    from draftwood.bench.methods import Outside
-
-    found = {}
-    for spec in specs:
-        name, _, place = spec.partition("=")
-        python, _, model = place.partition(":")
-        if name not in SCRIPTS or not python or not model:
-            raise typer.BadParameter(
-                f"expected NAME=PYTHON:MODEL with NAME one of {', '.join(SCRIPTS)}, got {spec!r}",
-                param_hint="--engine",
-            )
-        found[name] = Outside(python, model)
-    return found

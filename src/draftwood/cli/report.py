@@ -24,7 +24,14 @@ def report(
 ) -> None:
     """Write one self-contained page, and every chart and table as PNG, SVG and CSV."""
     from draftwood.bench.report.build import write_report
+    from draftwood.bench.store import FILE, check_writable, cut_line_note, parse_lines
 
+    check_writable(output or folder / "report")
+    path = folder / FILE
+    if path.is_file():
+        _, cut_line = parse_lines(path.read_bytes(), path)
+        if cut_line is not None:
+            note(cut_line_note(cut_line, path))
     page = write_report(folder, output)
     typer.echo(str(page))
     if open_page:

@@ -52,7 +52,7 @@ def load_target(
             model, tokenizer = _load(name, folder, kind, options)
     else:
         model, tokenizer = _load(name, folder, kind, options)
-    return Target(model.to(where).eval(), tokenizer, probe=probe, kernels=kernels)
+    return Target(model.to(where).eval(), tokenizer, probe=probe, kernels=kernels, name=name)
 
 
 def usable_device(name: str) -> torch.device:

@@ -46,6 +46,7 @@ class Target:
         tokenizer: its tokenizer, if text goes in or out.
         probe: compare a random packed tree with the model's own forward first.
         kernels: how to speed up a model on the CPU in float32; None: run its modules as they are.
+        name: what to call it in traces; the model's own name if None.
 
     Raises:
         ValueError: this model cannot be run exactly on trees; the message says why.
@@ -58,6 +59,7 @@ class Target:
         *,
         probe: bool = True,
         kernels: KernelConfig | None = DEFAULT_KERNELS,
+        name: str | None = None,
     ) -> None:
         self._lock = lock_of(model)
         with self._lock:
@@ -65,6 +67,7 @@ class Target:
         text_config = model.config.get_text_config(decoder=True)
         self.model = model
         self.tokenizer = tokenizer
+        self.name = name if name is not None else str(getattr(model.config, "name_or_path", ""))
         self.num_layers = int(text_config.num_hidden_layers)
         self.hidden_size = int(text_config.hidden_size)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
