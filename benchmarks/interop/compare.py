@@ -6,6 +6,7 @@ Where the tokens part, ours and theirs must be tied: within ``TIE`` in our logit
 to ``results/interop.json``, next to those of other engines.
 
     python benchmarks/interop/compare.py vllm --python ENV/bin/python --target DIR --drafter DIR
+    python benchmarks/interop/compare.py vllm-key-norms …  # the same, a fault on CPUs mended
     python benchmarks/interop/compare.py llama --python ENV/bin/python --target DIR --drafter DIR \\
         --their-target target.gguf --their-drafter draft.gguf
 """
@@ -37,7 +38,11 @@ from draftwood.target.load import load_target
 from draftwood.target.model import Target
 from draftwood.tree.budget import Chain
 
-SCRIPTS = {"vllm": "vllm_dflash.py", "llama": "llama_dflash.py"}
+SCRIPTS = {
+    "vllm": ["vllm_dflash.py"],
+    "vllm-key-norms": ["vllm_dflash.py", "--layer-key-norms"],
+    "llama": ["llama_dflash.py"],
+}
 TIE = 2 * MAX_DELTA
 
 
@@ -49,19 +54,22 @@ class Decoded:
     num_cycles: int
 
 
-def ask(script: str, python: str, models: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Run the other engine; its log goes to standard error.
+def ask(
+    script: Sequence[str], python: str, models: Sequence[str], request: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the other engine by a script and its options; its log goes to standard error.
 
     Raises:
         RuntimeError: it failed.
     """
+    name, *options = script
     done = subprocess.run(
-        [python, str(Path(__file__).parent / script), *models],
+        [python, str(Path(__file__).parent / name), *models, *options],
         input=json.dumps(request), stdout=subprocess.PIPE, text=True,
         env={"OMP_NUM_THREADS": "1", **os.environ},
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
-        raise RuntimeError(f"{script} ended with {done.returncode}; its log is above")
+        raise RuntimeError(f"{name} ended with {done.returncode}; its log is above")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

