@@ -75,7 +75,7 @@ def record(
         texts,
         {
             "name": name,
-            "target": str(getattr(target.model.config, "name_or_path", "")),
+            "target": target.name,
             "drafter": drafter_name or type(drafter).__name__,
             "drafter_type": type(_model_of(drafter)).__name__,
             "temperature": params.temperature,
