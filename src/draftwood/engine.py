@@ -15,7 +15,7 @@ from draftwood.draft.base import (
     Drafter,
     DraftLimits,
     NullDrafter,
-    Prefetching,
+    prefetching,
 )
 from draftwood.draft.surrogate import Surrogate
 from draftwood.drive import generate, stream
@@ -92,8 +92,9 @@ class Engine:
         contexts = [seqs[i].context() for i in decoding]
         drafted, scored, budgets = self._draft(contexts)
         tree = self._plant(seqs, decoding, scored, budgets)
-        if isinstance(self.drafter, Prefetching):
-            self.drafter.prefetch(contexts, tree.only(decoding))
+        ahead = prefetching(self.drafter)
+        if ahead is not None:
+            ahead.prefetch(contexts, tree.only(decoding))
         watch.lap("draft_s")
 
         out = self.target.forward(tree, [seq.cache for seq in seqs], self.drafter.taps)
@@ -138,9 +139,10 @@ class Engine:
         return True, scored, self.policy.choose(scored, state, self.latency)
 
     def _ahead_stats(self, contexts: list[DraftContext]) -> list[AheadStats | None]:
-        if not isinstance(self.drafter, Prefetching):
+        ahead = prefetching(self.drafter)
+        if ahead is None:
             return [None] * len(contexts)
-        return [self.drafter.take_stats(context.seq_id) for context in contexts]
+        return [ahead.take_stats(context.seq_id) for context in contexts]
 
     def _plant(
         self,

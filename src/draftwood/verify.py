@@ -110,8 +110,8 @@ def _maxima(rows: torch.Tensor) -> tuple[list[float], list[int]]:
         values, ids = rows.max(dim=-1)
         return values.tolist(), ids.tolist()
     scores = rows.numpy()  # its argmax is vectorised, unlike torch's maximum with indices
-    places = scores.argmax(axis=-1)
-    return scores[range(len(places)), places].tolist(), places.tolist()
+    places = [int(row.argmax()) for row in scores]
+    return [float(row[place]) for row, place in zip(scores, places, strict=True)], places
 
 
 def _step(walker: _Walker, children: Mapping[tuple[int, int], int]) -> bool:
@@ -157,8 +157,9 @@ def row_logits(
         missing = [row for row in asked if row not in known]
         if missing:
             batch = _with_best_below(tree, missing, rows_together // len(missing) - 1)
-            known.update(zip(batch, head(hidden[batch]), strict=True))
-        return known[asked[0]][None] if len(asked) == 1 else torch.stack([known[r] for r in asked])
+            scores = head(hidden.index_select(0, torch.tensor(batch)))
+            known.update(zip(batch, scores.split(1), strict=True))
+        return known[asked[0]] if len(asked) == 1 else torch.cat([known[row] for row in asked])
 
     return logits_of
 

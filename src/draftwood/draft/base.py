@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast
 
 import torch
 
@@ -125,7 +125,6 @@ class AheadStats:
     hit_prob: float = 0.0
 
 
-@runtime_checkable
 class Prefetching(Protocol):
     """A drafter that can work while the target verifies."""
 
@@ -141,6 +140,11 @@ class Prefetching(Protocol):
     def take_stats(self, seq_id: int) -> AheadStats | None:
         """Of the cycle that was just observed; None if it drafted nothing. Forgets them."""
         ...
+
+
+def prefetching(drafter: Drafter) -> Prefetching | None:
+    """The drafter, if it can work while the target verifies."""
+    return cast(Prefetching, drafter) if hasattr(drafter, "prefetch") else None
 
 
 class NullDrafter:

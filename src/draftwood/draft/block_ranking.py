@@ -132,12 +132,19 @@ def _enumerate(
     parts: Sequence[Sequence[Ranked]], limits: DraftLimits, max_depths: Sequence[int]
 ) -> ScoredPrefixes:
     """Best prefixes of S sequences, whose depths come in parts of S rankings each."""
+    log_probs = [_stacked([one.log_probs for one in part]) for part in parts]
+    token_ids = [_stacked([one.token_ids for one in part]) for part in parts]
     return top_prefixes_from_candidates(
-        torch.cat([torch.stack([one.log_probs for one in part]) for part in parts], dim=1),
-        torch.cat([torch.stack([one.token_ids for one in part]) for part in parts], dim=1),
+        torch.cat(log_probs, dim=1) if len(parts) > 1 else log_probs[0],
+        torch.cat(token_ids, dim=1) if len(parts) > 1 else token_ids[0],
         limits.max_nodes,
         max_depths=max_depths,
     )
+
+
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack``, without a copy of a single one."""
+    return torch.stack(list(rows)) if len(rows) > 1 else rows[0][None]
 
 
 def _is_settled(

@@ -75,6 +75,7 @@ class Ranker:
         self._use_noise = use_noise
         self._noise_rows = NoiseRows(columns.token_ids)
         self._fits: dict[tuple[float, int], OnlineFit] = {}
+        self._weights: dict[tuple[float, int, Sequence[int]], FloatArray] = {}
 
     def rank(
         self,
@@ -118,6 +119,7 @@ class Ranker:
             features[0] = features[0].clamp(min=features[0].amax(1, keepdim=True) + _LOWEST)
         means, seconds = _moments(features, probs)
         fit = self._fit(ranked.temperature, len(features))
+        self._weights.clear()
         for i, column in enumerate(columns):
             if column is None or not math.isfinite(picked[i, 0]):
                 continue
@@ -128,11 +130,15 @@ class Ranker:
 
     def weights(self, temperature: float, num_features: int, depths: Sequence[int]) -> FloatArray:
         """[depths, num_features] current weights: a, then b, then c."""
-        level_trend = self._fit(temperature, num_features).mean.reshape(-1, 2)
-        octaves = np.log2(np.asarray(depths, dtype=np.float64))[:, None]
-        # The score keeps its order; noise and floor may have no weight.
-        lowest = np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
-        return np.maximum(level_trend[:, 0] + octaves * level_trend[:, 1], lowest)
+        key = (temperature, num_features, tuple(depths))
+        if key not in self._weights:
+            level_trend = self._fit(temperature, num_features).mean.reshape(-1, 2)
+            octaves = np.log2(np.asarray(depths, dtype=np.float64))[:, None]
+            # The score keeps its order; noise and floor may have no weight.
+            lowest = np.array([_MIN_WEIGHT] + [0.0] * (num_features - 1))
+            found = np.maximum(level_trend[:, 0] + octaves * level_trend[:, 1], lowest)
+            self._weights[key] = found
+        return self._weights[key]
 
     def _extra_features(
         self, scores: torch.Tensor, depths: Sequence[int], context: DraftContext
