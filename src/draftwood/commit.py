@@ -35,8 +35,9 @@ def commit(
         return None
     position = seq.cache.length
     seq.cache.commit(path - start)
+    if features is not None:
+        features = features.index_select(0, torch.from_numpy(path).to(features.device))
     return Committed(
-        seq.seq_id, position, tree.token_ids[path].tolist(),
-        features[torch.from_numpy(path)] if features is not None else None,
-        picks, end - start - 1 if drew else 0,
+        seq.seq_id, position, tree.token_ids[path].tolist(), features, picks,
+        end - start - 1 if drew else 0,
     )  # fmt: skip

@@ -150,16 +150,17 @@ def row_logits(
         table = head(hidden[torch.from_numpy(wanted)])
         place = np.cumsum(wanted) - 1
         return lambda rows: table[torch.from_numpy(place[rows])]
-    known: dict[int, torch.Tensor] = {}
+    known: dict[int, tuple[torch.Tensor, int]] = {}  # scores of several rows, and which is its own
 
-    def logits_of(rows: IntArray) -> torch.Tensor:
-        asked = rows.tolist()
-        missing = [row for row in asked if row not in known]
+    def logits_of(nodes: IntArray) -> torch.Tensor:
+        asked = nodes.tolist()
+        missing = [node for node in asked if node not in known]
         if missing:
             batch = _with_best_below(tree, missing, rows_together // len(missing) - 1)
-            scores = head(hidden.index_select(0, torch.tensor(batch)))
-            known.update(zip(batch, scores.split(1), strict=True))
-        return known[asked[0]] if len(asked) == 1 else torch.cat([known[row] for row in asked])
+            scores = head(hidden.index_select(0, torch.from_numpy(np.array(batch))))
+            known.update((node, (scores, place)) for place, node in enumerate(batch))
+        rows = [scores[place : place + 1] for scores, place in map(known.__getitem__, asked)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     return logits_of
 

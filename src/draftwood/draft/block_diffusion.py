@@ -169,7 +169,9 @@ class BlockDiffusionDrafter:
     def _embed(self, token_ids: list[int]) -> torch.Tensor:
         """[n, H] block rows of target token ids."""
         rows = self._table[torch.tensor(token_ids, device=self._table.device)]
-        return rows.to(self._pass.device, self._pass.dtype) * self.config.embedding_scale
+        rows = rows.to(self._pass.device, self._pass.dtype)
+        scale = self.config.embedding_scale
+        return rows if scale == 1.0 else rows * scale
 
     def _learn(self, state: _State, record: Committed) -> None:
         ranked, state.ranked = state.ranked, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -100,13 +101,12 @@ class KVCache:
             rows: [k] row numbers within the window, strictly increasing.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        count = len(rows)
-        assert np.all(np.diff(rows, prepend=-1, append=self._window) > 0), f"not a path: {rows}"
+        path, count = rows.tolist(), len(rows)
+        assert all(a < b for a, b in pairwise([-1, *path, self._window])), f"not a path: {path}"
         if not self._slots and count:
             self._allocate()
-        moved = np.flatnonzero(rows != np.arange(count))
-        if len(moved):
-            first = int(moved[0])
+        first = next((place for place, row in enumerate(path) if row != place), count)
+        if first < count:
             for group in self._groups:
                 group.gather(self._length + first, self._length + rows[first:])
         self._length += count

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from draftwood.tree.tree import IntArray
 
 _BLOCK_ENTRIES = 1 << 20  # rows handled together: what fits the last-level cache
-_FEW_ENTRIES = 1 << 17  # below, a dozen numpy calls cost as much as they save
+_FEW_ENTRIES = 100_000  # below, a dozen numpy calls cost as much as they save
 _MIN_CHUNK = 4  # below this many entries per chunk the chunk maxima save nothing
 _MAX_SURVIVORS = 8  # times k: more (many ties, or rows of −inf) and plain selection is faster
 

@@ -55,9 +55,9 @@ class ScoredPrefixes:
         Returns:
             [S, max_nodes + 1]; constant after ``counts[s]``. DDTree (2604.12989), eq. for E[α_T].
         """
-        probs = np.where(np.isfinite(self.log_probs), np.exp(self.log_probs), 0.0)
-        zero = np.zeros((len(self), 1))
-        return np.concatenate([zero, np.cumsum(probs, axis=1)], axis=1)
+        phi = np.zeros((len(self), self.max_nodes + 1))
+        np.cumsum(np.exp(self.log_probs), axis=1, out=phi[:, 1:])
+        return phi
 
     def row(self, index: int) -> ScoredPrefixes:
         """The record of one sequence alone."""
