@@ -10,7 +10,7 @@ from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.load import load_ahead
 from draftwood.ahead.policy import AheadBudget
 from draftwood.draft.base import Drafter
-from draftwood.draft.load import load_drafter
+from draftwood.draft.load import check_spec, load_drafter
 from draftwood.draft.surrogate import Surrogate
 from draftwood.draft.surrogate_store import keep_at_end, stored_surrogate
 from draftwood.engine import Engine
@@ -57,7 +57,8 @@ def load(
     Raises:
         ValueError: a name that cannot be loaded, or a target and drafter that do not fit.
     """
-    constant = is_constant(budget)  # a malformed budget fails before anything is loaded
+    constant = is_constant(budget)  # what is malformed fails before anything is loaded
+    check_spec(drafter)
     if isinstance(target, (str, Path)):
         model = load_target(str(target), dtype=dtype, device=device)
     elif isinstance(target, Target):

@@ -35,7 +35,7 @@ def commit(
         return None
     position = seq.cache.length
     seq.cache.commit(path - start)
-    if features is not None:
+    if features is not None and len(path) < len(features):  # else the path is all of it
         features = features.index_select(0, torch.from_numpy(path).to(features.device))
     return Committed(
         seq.seq_id, position, tree.token_ids[path].tolist(), features, picks,

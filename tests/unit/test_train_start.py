@@ -276,7 +276,7 @@ def test_shipped_is_the_drafter_inside_the_package(
     "option",
     [
         ("--kind", "dflash"), ("--body", "x"), ("--layers", "0"), ("--taps", "0"),
-        ("--block-size", 4), ("--draft-vocab", 8192), ("--mask-token", 200), ("--no-warm",),
+        ("--block-size", 4), ("--mask-token", 200), ("--no-warm",),
         ("--warm",), ("--borrow",),
     ],
     ids=lambda option: option[0],
@@ -298,3 +298,112 @@ def test_what_cannot_be_gone_on_with(made: Path, tmp_path: Path) -> None:
     assert "no drafter" in fails(*command, "--init", tmp_path / "nothing")
     assert fails(*command, "--init", made / "target")  # a language model is no drafter
     assert not (tmp_path / "run").exists()
+
+
+def test_new_layers_change_nothing_before_they_are_trained(
+    target: Target, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    same, grown = (
+        prepared(target, train.trained_start(folders["dflash"], target, add_layers=n), tmp_path / f)
+        for n, f in ((0, "same"), (2, "grown"))
+    )
+    count = same.network.config.num_hidden_layers
+    assert grown.network.config.num_hidden_layers == count + 2
+    assert len(grown.network.layers) == count + 2
+    assert outputs(same) == outputs(grown)
+    silent = [f"layers.{count - 1}.{part}.weight" for part in ("self_attn.o_proj", "mlp.down_proj")]
+    weights = grown.network.state_dict()
+    assert not any(weights[name].any() for name in silent)
+    grown.run()
+    assert all(grown.network.state_dict()[name].any() for name in silent), "they learn"
+    config, again = load_draft(tmp_path / "grown" / "draft")
+    assert config.num_hidden_layers == len(again.layers) == count + 2
+
+
+def outputs(run: train.Trainer) -> list[float]:
+    """What a drafter achieves, and the sum of its normed block states on one batch."""
+    batch, head, _ = run._next(4)
+    with torch.no_grad():
+        total, weight, *_ = run.objective(batch, head)
+    return [float(total), float(weight)]
+
+
+def test_a_vocabulary_chosen_anew_keeps_known_rows(target: Target, tmp_path: Path) -> None:
+    lent = tiny_draft_network(target, block_size=4)
+    config = lent.config.__class__(
+        **{**vars(lent.config), "own_head": True, "draft_vocab_size": 30}
+    )
+    network = DraftNetwork(config)
+    assert network.d2t is not None
+    assert network.lm_head is not None
+    network.d2t.fill_(10)
+    torch.nn.init.normal_(network.lm_head.weight)
+    save_draft(tmp_path / "own", config, network, dtype=torch.float32)
+    start = train.trained_start(tmp_path / "own", target, draft_vocab_size=50)
+    changed = prepared(target, start, tmp_path / "run").network
+    assert isinstance(changed, DraftNetwork)
+    ids = changed.target_ids()
+    assert ids is not None
+    assert changed.lm_head is not None
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert len(ids) == changed.config.draft_vocab_size == 50
+    seen = {token for row in ROWS for token in row.token_ids}
+    assert len(seen & set(ids.tolist())) >= min(len(seen), 50) - 12, "those of the replies"
+    for row, token in enumerate(ids.tolist()):
+        known = 10 <= token < 40
+        origin = network.lm_head.weight[token - 10] if known else target.output_embeddings()[token]
+        assert torch.equal(changed.lm_head.weight[row], origin), token
+    continued = prepared(target, start, tmp_path / "run").network
+    assert torch.equal(continued.d2t, changed.d2t)  # type: ignore[arg-type]
+
+
+def test_a_borrowed_head_becomes_a_reduced_one(
+    target: Target, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    start = train.trained_start(folders["dflash"], target, draft_vocab_size=20)
+    assert start.can_sample_head
+    network = prepared(target, start, tmp_path, head_negatives=4).network
+    ids = network.target_ids()
+    assert ids is not None
+    assert torch.equal(network.lm_head.weight, target.output_embeddings()[ids])  # type: ignore[union-attr]
+
+
+def test_what_grows_must_be_repeated_and_fit(
+    target: Target, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    run = prepared(target, train.trained_start(folders["dflash"], target, add_layers=1), tmp_path)
+    run.run()
+    for other in ({}, {"add_layers": 2}, {"add_layers": 1, "draft_vocab_size": 20}):
+        with pytest.raises(ValueError, match="another recipe"):
+            prepared(target, train.trained_start(folders["dflash"], target, **other), tmp_path)
+    prepared(target, train.trained_start(folders["dflash"], target, add_layers=1), tmp_path)
+    for wrong in ({"add_layers": -1}, {"draft_vocab_size": 0}, {"draft_vocab_size": VOCAB + 1}):
+        with pytest.raises(ValueError, match="must be"):
+            train.trained_start(folders["dflash"], target, **wrong)
+    for kind in KINDS[1:]:
+        for change in ({"add_layers": 1}, {"draft_vocab_size": 20}):
+            with pytest.raises(ValueError, match="independent"):
+                train.trained_start(folders[kind], target, **change)
+
+
+def test_training_in_bfloat16_keeps_float32_weights(
+    target: Target, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Products in bfloat16: other gradients than in float32, near them, same kind of weights."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    losses = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        start = train.trained_start(folders["dflash"], target)
+        run = train.prepare(
+            target.model, ROWS, tmp_path / precision, start, CONFIG, use=USE,
+            accelerator=accelerator,
+        )  # fmt: skip
+        losses[precision] = [run.step()["loss"] for _ in range(3)]
+        assert {value.dtype for value in run.network.parameters()} == {torch.float32}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses["bf16"] != losses["no"]
+    assert losses["bf16"] == pytest.approx(losses["no"], rel=0.02)

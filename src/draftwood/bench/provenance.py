@@ -70,16 +70,27 @@ def _version(name: str) -> str | None:
 
 
 def _commit(folder: Path) -> str | None:
-    """Commit of the checkout the package runs from, ``-dirty`` if tracked files differ."""
+    """Commit of the checkout the package runs from, ``-dirty`` if tracked files of it differ.
+
+    Of the package: results that a benchmark has just written elsewhere change no measurement.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{commit}-dirty" if changed or changed is None else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints in a folder; None where it fails."""
     try:
         found = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40",
-             "--exclude=*"],
-            capture_output=True, text=True, timeout=30, check=False,
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True, text=True, timeout=30, check=True,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return found.stdout.strip()
 
 
 def _hardware() -> dict[str, Any]:

@@ -138,7 +138,7 @@ def begin(store: Any, shared: Bench, decoding: Decoding) -> int:
     from draftwood.bench.store import cut_line_note
 
     if store.cut_line is not None:
-        note(f"{cut_line_note(store.cut_line, store.path)}; it is measured again")
+        note(f"{cut_line_note(store.cut_line, store.path)}; a result in it is measured again")
     folder = shared.drafter_folder
     settings = {
         "target": last_name(shared.target_name),
@@ -193,8 +193,10 @@ def open_bench(
 ) -> Bench:
     """Load the target."""
     from draftwood.bench.methods import Bench
+    from draftwood.draft.load import check_spec
     from draftwood.target.load import load_target
 
+    check_spec(drafter)
     options.quiet_libraries()
     note(f"loading {target} …")
     model = load_target(target, dtype=dtype, device=device)

@@ -31,7 +31,7 @@ def info(
         ),
     ] = None,
 ) -> None:
-    """Show versions, device, cache and models; with a name, the facts of that model."""
+    """Show versions, device, cache and models, and the facts of a target or drafter."""
     from rich.console import Console
     from rich.table import Table
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftwood.cli import options
+from draftwood.cli.accelerator import open_accelerator
 from draftwood.cli.console import note
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ LOSS = "Objective"
 
 # Options that a drafter which is trained already has decided.
 _SHAPE = (
-    "kind", "body", "layers", "taps", "block_size", "draft_vocab", "mask_token", "warm", "borrow",
+    "kind", "body", "layers", "taps", "block_size", "mask_token", "warm", "borrow",
 )  # fmt: skip
 
 
@@ -40,9 +40,18 @@ def train(
         typer.Option(
             metavar="FOLDER",
             rich_help_panel=DRAFTER,
-            help="Go on with a trained drafter of either kind, or 'shipped'; its shape stays.",
+            help="Go on with a trained drafter of either kind, or 'shipped'; its shape stays, but "
+            "for --add-layers and --draft-vocab.",
         ),
     ] = None,
+    add_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=DRAFTER,
+            help="Layers that the drafter of --init gets; at first they change nothing.",
+        ),
+    ] = 0,
     kind: Annotated[
         str,
         typer.Option(
@@ -169,6 +178,14 @@ def train(
         bool, typer.Option(rich_help_panel=RUN, help="Keep the target's features on disk.")
     ] = True,
     seed: Annotated[int, typer.Option(rich_help_panel=RUN)] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=RUN,
+            help="Of the products of a step: 'auto', 'float32' or 'bfloat16'; 'auto' is bfloat16 "
+            "where that is clearly faster.",
+        ),
+    ] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     dry_run: Annotated[
@@ -181,6 +198,7 @@ def train(
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
     from draftwood.draft.independent_checkpoint import fingerprint
+    from draftwood.train.allocator import keep_freed_memory
     from draftwood.train.independent import IndependentRecipe
     from draftwood.train.loss import LossConfig
     from draftwood.train.measure import dry_run as try_steps
@@ -199,6 +217,8 @@ def train(
     if init is not None:
         _refuse_given(context, _SHAPE)
         kind = _kind(init)
+    elif add_layers:
+        raise typer.BadParameter("--add-layers is for --init; a new drafter has --layers")
     alone = kind == "independent"
     if not alone and (body is not None or borrow):
         raise typer.BadParameter("--body and --borrow are for --kind independent")
@@ -224,16 +244,20 @@ def train(
         config.schedule()
     use = DataUse(held_out_percent=held_out, max_len=max_len, cache_features=cache)
     quiet_libraries()
+    keep_freed_memory()
     choose_threads()
     rows = [row for path in data for row in load_rows(path)]
-    accelerator = _accelerator(device)
+    accelerator = open_accelerator(device, precision)
     if dry_run and accelerator is not None and accelerator.num_processes > 1:
         raise typer.BadParameter("--dry-run is for one process; run it without accelerate launch")
     device = device if accelerator is None else str(accelerator.device)
     model = _load(body or target, dtype, device)
     recipe: Start
     if init is not None:
-        recipe = trained_start(init, model)
+        recipe = trained_start(
+            init, model, add_layers=add_layers,
+            draft_vocab_size=draft_vocab if _is_given(context, "draft_vocab") else None,
+        )  # fmt: skip
     elif alone:
         mask = _mask_token(model, mask_token, rows)
         recipe = IndependentRecipe(
@@ -276,11 +300,16 @@ def integers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _refuse_given(context: typer.Context, names: tuple[str, ...]) -> None:
     """A usage error if one of these was on the command line."""
     for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in names and source is not None and source.name != "DEFAULT":
+        if parameter.name in names and _is_given(context, parameter.name):
             raise typer.BadParameter(
                 "the drafter of --init has decided it; leave this out", param_hint=parameter.opts[0]
             )
@@ -299,25 +328,6 @@ def _load(name: str, dtype: str, device: str) -> Target:
     from draftwood.target.load import load_target
 
     return load_target(name, dtype=dtype, device=device)
-
-
-def _accelerator(device: str) -> Any:
-    """One for several processes (``accelerate launch``) or a GPU; None otherwise."""
-    import torch
-
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    if not several and not on_gpu:
-        return None
-    from datetime import timedelta
-
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
-    # The first process computes the features while the others wait.
-    patient = InitProcessGroupKwargs(timeout=timedelta(hours=24))
-    precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
-    return Accelerator(cpu=not on_gpu, mixed_precision=precision, kwargs_handlers=[patient])
 
 
 def _mask_token(target: Target, given: str | None, rows: list[ResponseRow]) -> int:

@@ -30,23 +30,20 @@ class _State:
     Attributes:
         cache: of the tokens encoded so far.
         waiting: features of the tokens after them.
+        length: number of committed tokens.
         anchor: position at which ``ranked`` was proposed.
         ranked: the proposal.
     """
 
     cache: ContextCache
     waiting: list[torch.Tensor] = field(default_factory=list)
+    length: int = 0
     anchor: int = -1
     ranked: tuple[Ranked, ...] = ()
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self.waiting))
-
-    @property
-    def length(self) -> int:
-        """Number of committed tokens."""
-        return self.cache.length + self.num_waiting
+        return self.length - self.cache.length
 
 
 class BlockDiffusionDrafter:
@@ -120,6 +117,7 @@ class BlockDiffusionDrafter:
             )
             self._learn(state, record)
             state.waiting.append(record.features)
+            state.length += len(record.features)
         self._encode([state for state in states if state.num_waiting >= _MOST_WAITING])
 
     @torch.inference_mode()
@@ -129,7 +127,7 @@ class BlockDiffusionDrafter:
         if state is not None:
             self._encode([state])
             state.cache.truncate(length)
-            state.ranked = ()
+            state.length, state.ranked = state.cache.length, ()
 
     def release(self, seq_id: int) -> None:
         """Free the context of a sequence; only the ranking weights outlive it."""

@@ -28,7 +28,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight.to(x.dtype)  # they differ in mixed precision only
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class Linear(nn.Linear):

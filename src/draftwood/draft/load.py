@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from draftwood.target.model import Target
 _SHIPPED = Path(__file__).parents[1] / "weights"
 _WITH_LOOKUP = "+lookup"
 _METHODS = ("propose", "observe", "truncate", "release", "taps", "horizon")
+_NAMES = ("auto", "lookup", "none")
 _DFLASH_KEYS = ("dflash_config", "speculators_model_type")
 
 
@@ -58,7 +59,7 @@ def load_drafter(
         return BlendDrafter(model, LookupDrafter())
     if name == "shipped":
         return _shipped(target)
-    config = read_config(name, revision)
+    config = read_config(name, revision, or_one_of=_NAMES)
     if _is_dflash(config):
         return _block_diffusion(name, target, revision)
     if is_independent(config):
@@ -67,6 +68,18 @@ def load_drafter(
         )
         return IndependentDrafter(network, target)
     return _autoregressive(name, target, revision)
+
+
+def check_spec(spec: object) -> None:
+    """Refuse a name that stands for no drafter, before a target is loaded for it.
+
+    Raises:
+        ValueError: there is no such folder, or the hub has no such id.
+    """
+    if isinstance(spec, (str, Path)):
+        name = str(spec).removesuffix(_WITH_LOOKUP)
+        if name not in (*_NAMES, "shipped"):
+            read_config(name, None, or_one_of=_NAMES)
 
 
 def _checked(drafter: Drafter) -> Drafter:
@@ -149,12 +162,17 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
     return any(key in config for key in _DFLASH_KEYS) or any("DFlash" in name for name in names)
 
 
-def read_config(name: str, revision: str | None) -> Mapping[str, Any]:
-    """The ``config.json`` of a folder or hub id; {} where there can be none (GGUF, demo)."""
+def read_config(
+    name: str, revision: str | None, *, or_one_of: Sequence[str] = ()
+) -> Mapping[str, Any]:
+    """The ``config.json`` of a folder or hub id; {} where there can be none (GGUF, demo).
+
+    Args:
+        or_one_of: names that the caller takes as well, for the message about an unknown one.
+    """
+    others = "".join(f"{other!r}, " for other in or_one_of)
     if not name:
-        raise ValueError(
-            "the drafter's name is empty; use 'auto', 'lookup', 'none', a folder or a hub id"
-        )
+        raise ValueError(f"the drafter's name is empty; use {others}a folder or a hub id")
     path = Path(name).expanduser()
     if path.is_dir():
         file = path / CONFIG
@@ -166,8 +184,8 @@ def read_config(name: str, revision: str | None) -> Mapping[str, Any]:
         file = _fetch_config(name, revision)
     else:
         raise ValueError(
-            f"there is no drafter {name!r}; use 'auto', 'lookup', 'none', an existing folder, or a "
-            "hub id (owner/name)"
+            f"there is no drafter {name!r}; use {others}an existing folder, or a hub id "
+            "(owner/name)"
         )
     try:
         config = json.loads(file.read_text())

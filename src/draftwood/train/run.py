@@ -16,11 +16,12 @@ from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import Example
 from draftwood.train.evaluate import Acceptance
 from draftwood.train.features import StoreSource
+from draftwood.train.grow import with_vocabulary
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective
 from draftwood.train.recipe import Recipe, default_taps, draft_config
 from draftwood.train.run_file import read_run, write_run
-from draftwood.train.start import TrainedStart, check_masks, load_start
+from draftwood.train.start import TrainedStart, check_masks, lend_tables, load_start
 from draftwood.train.state import HeardLog, RunLog, latest_checkpoint
 from draftwood.train.target_side import LiveSource, ResponseRow, build_store, split_rows
 from draftwood.train.trainer import DRAFT, ExampleSource, TrainConfig, Trainer
@@ -149,7 +150,7 @@ def prepare(
         taps = recipe.taps or default_taps(int(model.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
         return _prepare_block(
             run, taps, asdict(recipe),
-            choose=lambda source: first_vocabulary(model, recipe, source, train),
+            choose=lambda source: first_vocabulary(model, recipe.draft_vocab_size, source, train),
             build=lambda vocabulary: first_network(model, recipe, taps, vocabulary, train),
         )  # fmt: skip
     return _prepare_trained(run, recipe)
@@ -186,11 +187,24 @@ def _prepare_trained(run: _Run, start: TrainedStart) -> Trainer:
         raise ValueError(f"the run would overwrite {start.folder}; train in another folder")
     check_masks(start.mask_token_id, run.rows)
     network = load_start(start, run.model, run.where)
-    choices = {"init": start.checksum}
     if isinstance(network, IndependentNetwork):
-        return _prepare_independent(run, network, choices)
-    taps = network.config.target_layer_ids
-    return _prepare_block(run, taps, choices, choose=lambda _: None, build=lambda _: network)
+        return _prepare_independent(run, network, start.choices())
+    head = run.model.get_output_embeddings().weight  # type: ignore[operator]
+
+    def build(vocabulary: list[int] | None) -> DraftNetwork:
+        if vocabulary is None:
+            return network
+        changed = with_vocabulary(network, vocabulary, head)
+        lend_tables(changed, run.model)
+        return changed
+
+    return _prepare_block(
+        run, network.config.target_layer_ids, start.choices(),
+        choose=lambda source: first_vocabulary(
+            run.model, start.draft_vocab_size, source, run.train
+        ),
+        build=build,
+    )  # fmt: skip
 
 
 def _prepare_block(

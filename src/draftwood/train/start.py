@@ -17,7 +17,9 @@ from draftwood.draft.independent_checkpoint import check_fits, load_independent
 from draftwood.draft.independent_config import IndependentConfig, is_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.load import read_config, shipped_folder
+from draftwood.draft.network import DraftNetwork
 from draftwood.target.model import Target
+from draftwood.train.grow import with_layers
 from draftwood.train.networks import Network
 from draftwood.train.target_side import ResponseRow
 
@@ -30,11 +32,16 @@ class TrainedStart:
         folder: of the drafter; everything about its shape is what it says.
         checksum: of its configuration and weights, which a continued run must find unchanged.
         config: what its folder says.
+        add_layers: layers that it gets, see ``grow.with_layers``.
+        draft_vocab_size: tokens of a draft vocabulary chosen anew from the replies, see
+            ``grow.with_vocabulary``; None keeps its own.
     """
 
     folder: Path
     checksum: str
     config: DraftConfig | IndependentConfig
+    add_layers: int = 0
+    draft_vocab_size: int | None = None
 
     @property
     def mask_token_id(self) -> int:
@@ -43,23 +50,53 @@ class TrainedStart:
     @property
     def can_sample_head(self) -> bool:
         """Whether ``TrainConfig.head_negatives`` may be used."""
-        return isinstance(self.config, IndependentConfig) or self.config.own_head
+        if isinstance(self.config, IndependentConfig) or self.config.own_head:
+            return True
+        return self.draft_vocab_size is not None
+
+    def choices(self) -> dict[str, str | int | None]:
+        """What a continued run must repeat."""
+        return {
+            "init": self.checksum,
+            "add_layers": self.add_layers or None,
+            "draft_vocab_size": self.draft_vocab_size,
+        }
 
 
-def trained_start(drafter: str | os.PathLike[str], target: Target) -> TrainedStart:
+def trained_start(
+    drafter: str | os.PathLike[str],
+    target: Target,
+    *,
+    add_layers: int = 0,
+    draft_vocab_size: int | None = None,
+) -> TrainedStart:
     """The start of a run that goes on with the weights of ``drafter``.
 
     Args:
         drafter: ``"shipped"``, or a folder or hub id of a DFlash or independent drafter.
         target: the model that it drafts for.
+        add_layers: layers to add to a DFlash drafter; at first they change nothing.
+        draft_vocab_size: choose a draft vocabulary of this size anew, for a DFlash drafter; None
+            keeps the one it has.
 
     Raises:
-        ValueError: there is no such drafter, or it does not fit the target.
+        ValueError: there is no such drafter, it does not fit the target, or it is an independent
+            one, which cannot be changed.
     """
+    if add_layers < 0:
+        raise ValueError(f"add_layers must be ≥ 0, got {add_layers}; layers go by 'prune'")
+    if draft_vocab_size is not None and not 0 < draft_vocab_size <= target.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size must be between 1 and {target.vocab_size}, got {draft_vocab_size}; "
+            "leave it out to keep the vocabulary that the drafter has"
+        )
     found = shipped_folder(target) if drafter == "shipped" else find_folder(drafter, None)
     if found is None:
         raise ValueError("no drafter is shipped for this target; give a drafter's folder")
-    return TrainedStart(found, checksum(found), load_fitting(found, target).config)
+    config = load_fitting(found, target).config
+    if isinstance(config, IndependentConfig) and (add_layers or draft_vocab_size is not None):
+        raise ValueError("an independent drafter cannot get other layers or another vocabulary")
+    return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size)
 
 
 def load_fitting(drafter: str | os.PathLike[str], target: Target) -> Network:
@@ -93,12 +130,21 @@ def load_start(start: TrainedStart, model: nn.Module, device: torch.device | str
             f"the drafter in {start.folder} has changed since this run chose it; restore it"
         )
     network = _load(start.folder, device)
+    if start.add_layers:
+        assert isinstance(network, DraftNetwork)
+        network = with_layers(network, start.add_layers)
+    lend_tables(network, model)
+    return network
+
+
+def lend_tables(network: Network, model: nn.Module) -> None:
+    """Let a network borrow the tables of the target ``model``, and make it ready to be trained."""
     inputs = model.get_input_embeddings().weight  # type: ignore[operator]
     outputs = model.get_output_embeddings().weight  # type: ignore[operator]
     if isinstance(network, IndependentNetwork):
         inputs, outputs = inputs.float(), outputs.float()
     network.borrow(inputs, outputs)
-    return network.requires_grad_(True).train()
+    network.requires_grad_(True).train()
 
 
 def check_masks(mask: int, rows: Iterable[ResponseRow]) -> None:

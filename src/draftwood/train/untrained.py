@@ -32,17 +32,17 @@ def token_weights(
 
 
 def first_vocabulary(
-    model: nn.Module, recipe: Recipe, source: ExampleSource, rows: Sequence[ResponseRow]
+    model: nn.Module, size: int | None, source: ExampleSource, rows: Sequence[ResponseRow]
 ) -> list[int] | None:
-    """Target ids of a reduced draft vocabulary, chosen from the replies; None for all."""
-    if recipe.draft_vocab_size is None:
+    """Target ids of a reduced draft vocabulary, chosen from the replies; None without a size."""
+    if size is None:
         return None
     vocab_size = _vocab_size(model)
     if isinstance(source, StoreSource):
         weights = source.store.token_weights(vocab_size)
     else:
         weights = token_weights(rows, vocab_size)
-    ids: list[int] = draft_vocabulary(weights, recipe.draft_vocab_size).tolist()
+    ids: list[int] = draft_vocabulary(weights, size).tolist()
     return ids
 
 
