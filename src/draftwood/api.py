@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.ahead.drafter import AheadDrafter
-from draftwood.ahead.load import load_ahead
+from draftwood.ahead.load import check_place, load_ahead
 from draftwood.ahead.policy import AheadBudget
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import check_spec, load_drafter
@@ -59,6 +59,12 @@ def load(
     """
     constant = is_constant(budget)  # what is malformed fails before anything is loaded
     check_spec(drafter)
+    if ahead:
+        check_place(ahead)
+        if isinstance(budget, (str, int)) and str(budget) in ("off", "0"):
+            raise ValueError(
+                f"nothing is drafted ahead ({ahead!r}) with a budget of {budget!r}; leave one out"
+            )
     if isinstance(target, (str, Path)):
         model = load_target(str(target), dtype=dtype, device=device)
     elif isinstance(target, Target):

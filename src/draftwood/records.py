@@ -132,6 +132,12 @@ class Output:
         return hits / len(sources) if sources else float("nan")
 
     @property
+    def standby_rate(self) -> float:
+        """Share of drafts for which the drafter that works ahead was away; NaN without one."""
+        sources = [cycle.ahead.source for cycle in self.cycles if cycle.ahead is not None]
+        return sources.count("standby") / len(sources) if sources else float("nan")
+
+    @property
     def decode_s(self) -> float:
         """Seconds of the decoding cycles this sequence took part in."""
         return sum(cycle.seconds.total_s for cycle in self.cycles)

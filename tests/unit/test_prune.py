@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -224,8 +225,52 @@ def test_an_interrupted_run_continues(
     monkeypatch.setattr("draftwood.train.trainer.Trainer.step", fails)
     parts = prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings())
     assert [(s.layers, s.tau) for s in parts.stages] == [(s.layers, s.tau) for s in whole.stages]
-    with pytest.raises(ValueError, match="other settings \\(margin\\)"):
+    with pytest.raises(ValueError, match=r"margin: 0\.1 there, 0\.5 given"):
         prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings(margin=0.5))
+
+
+def test_a_moved_run_continues_but_not_with_other_weights(
+    network: IndependentNetwork, target: Target, tmp_path: Path
+) -> None:
+    start = tmp_path / "draft"
+    save_independent(start, network.config, network.state_dict())
+    config = settings(recovery=None, order="last", min_depth=2)
+    prune_drafter(start, target, ROWS, tmp_path / "run", config)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    start.rename(tmp_path / "elsewhere")
+    final = settings(recovery=None, order="last")
+    table = prune_drafter(tmp_path / "elsewhere", target, ROWS, tmp_path / "moved", final)
+    assert [one.depth for one in table.stages] == [3, 2, 1]
+    for one in table.stages:
+        assert load_independent(one.folder).config.layers == one.layers
+    noise = {name: torch.randn_like(value) for name, value in network.state_dict().items()}
+    save_independent(start, network.config, noise)
+    with pytest.raises(ValueError, match="weights"):
+        prune_drafter(start, target, ROWS, tmp_path / "moved", final)
+    with pytest.raises(ValueError, match="replies"):
+        prune_drafter(tmp_path / "elsewhere", target, ROWS[1:], tmp_path / "moved", final)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "{", '{"settings": {}, "stages": [{"depth": 1}]}', '{"stages": [3]}']
+)
+def test_a_damaged_table_is_named(
+    drafter: Path, target: Target, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "prune.json").write_text(content)
+    with pytest.raises(ValueError, match=r"prune\.json is damaged"):
+        prune_drafter(drafter, target, ROWS, tmp_path, settings(recovery=None))
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_steps": -1}, {"max_steps": None, "max_minutes": float("nan")},
+               {"learning_rate": 0.0}, {"learning_rate": float("nan")}],
+)  # fmt: skip
+def test_a_bad_recovery_is_refused_before_anything_is_done(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        settings(recovery=replace(RECOVERY, **change))
+    with pytest.raises(ValueError, match="speedup"):
+        settings(speedup=float("nan"))
 
 
 def test_targets_end_the_run(drafter: Path, target: Target, tmp_path: Path) -> None:

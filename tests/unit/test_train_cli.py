@@ -281,3 +281,39 @@ def test_bad_evaluation_input(target: Path, replies: Path, trained: Path, tmp_pa
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "num_target_layers": 77}))
     assert "77 layers" in fails("eval-drafter", "--drafter", other, "-t", target, *data)
+
+
+def test_options_of_the_other_kind_are_usage_errors(
+    target: Path, replies: Path, tmp_path: Path
+) -> None:
+    base = ("train", "--target", target, "--data", replies, "--out", tmp_path / "r")
+    steps = ("--max-steps", 1)
+    for option in (("--body", "x"), ("--borrow",), ("--ar-weight", 0.5)):
+        assert invoke(*base, *steps, *option).exit_code == 2
+    for option in (("--taps", "0"), ("--distill", 0.5), ("--draft-vocab", 9), ("--no-cache",)):
+        assert invoke(*base, *steps, "--kind", "independent", *option).exit_code == 2
+    for option in (("--precision", "half"), ("--add-layers", 1), ("--add-layers", -1)):
+        assert invoke(*base, *steps, *option).exit_code == 2
+    for wrong in ("nan", "inf", "-1", "0"):
+        assert "must be positive" in fails(*base, "--lr", wrong, *steps)
+    assert not (tmp_path / "r").exists()
+    (tmp_path / "r").write_text("a file")
+    assert invoke(*base, *steps).exit_code == 2
+
+
+def test_evaluation_names_what_there_is(
+    target: Path, replies: Path, trained: Path, tmp_path: Path
+) -> None:
+    base = ("eval-drafter", "--target", target)
+    assert "no trained drafter" in fails(*base, "--data", replies, "--drafter", "lookup")
+    assert "is shipped for this target" in fails(*base, "--data", replies, "--drafter", "shipped")
+    assert str(trained / "draft") in fails(*base, "--data", replies, "--drafter", trained)
+    draft = trained / "draft"
+    prompts_only = prompts(tmp_path / "p.jsonl", 2)
+    assert "draftwood data" in fails(*base, "--data", prompts_only, "--drafter", draft)
+    nobody = fails(*base, "--data", replies, "--drafter", draft, "--held-out", 0)
+    assert "0 % held out" in nobody
+    assert "--kind independent" in fails(
+        "prune", "--target", target, "--data", replies, "--held-out", 30, "--drafter", draft,
+        "--out", tmp_path / "p", "--steps", 0,
+    )  # fmt: skip

@@ -184,7 +184,7 @@ def test_prompts_and_samples_can_be_added_later(tmp_path: Path) -> None:
 def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path) -> None:
     generate_responses(FakeEngine(), conversations(), tmp_path, target="a")
     before = stored(tmp_path)
-    with pytest.raises(ValueError, match="seed, target"):
+    with pytest.raises(ValueError, match='seed: 0 there, 1 given; target: "a" there'):
         generate_responses(FakeEngine(), conversations(), tmp_path, DataConfig(seed=1), target="b")
     assert stored(tmp_path) == before
 
@@ -310,9 +310,11 @@ def test_local_prompts_as_turns_and_as_messages(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[1]", "expected an object"),
         ('{"other": "x"}', "'other'"),
-        ('{"turns": []}', "none of"),
+        ('{"turns": []}', "'turns' is empty"),
+        ('{"turns": ["x", 5]}', "is 5"),
+        ("nonsense", "no JSON"),
         ('{"turns": ["a", "  "]}', "with text"),
-        ('{"turns": 3}', "expected text"),
+        ('{"turns": 3}', "'turns': expected text"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "role"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "user turns"),
         ('{"messages": [1]}', "role and content"),
@@ -326,6 +328,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert "bad.jsonl:2" in str(caught.value)
 
 
+def test_a_prompt_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"turns": ["Grüße"]}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl:1: this is not UTF-8"):
+        read_prompts(file)
+    file.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["Grüße"]}\n'.encode())
+    assert read_prompts(file)[0].turns == ("Grüße",)
+
+
 def test_prompts_of_a_data_set(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     file = tmp_path / "train.jsonl"
@@ -333,7 +344,7 @@ def test_prompts_of_a_data_set(tmp_path: Path) -> None:
     found = list(hub_prompts(str(tmp_path), column="q", domain="qa", limit=3))
     assert [c.turns for c in found] == [("q0",), ("q1",), ("q2",)]
     assert {c.domain for c in found} == {"qa"}
-    with pytest.raises(ValueError, match="columns"):
+    with pytest.raises(ValueError, match="but none of"):
         list(hub_prompts(str(tmp_path)))
 
 

@@ -162,7 +162,7 @@ def test_a_continued_run_must_start_from_the_same_weights(
     with pytest.raises(ValueError, match="init"):
         prepared(target, train.trained_start(tmp_path / "other", target), tmp_path / "run")
     recipe = train.Recipe(2, taps=(0, 2), block_size=4, draft_vocab_size=None)
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(ValueError, match="other settings"):
         train.prepare(target.model, ROWS, tmp_path / "run", recipe, CONFIG, use=USE)
     save_draft(tmp_path / "run" / "draft", other.config, other)
     with pytest.raises(ValueError, match="overwrite"):
@@ -374,7 +374,7 @@ def test_what_grows_must_be_repeated_and_fit(
     run = prepared(target, train.trained_start(folders["dflash"], target, add_layers=1), tmp_path)
     run.run()
     for other in ({}, {"add_layers": 2}, {"add_layers": 1, "draft_vocab_size": 20}):
-        with pytest.raises(ValueError, match="another recipe"):
+        with pytest.raises(ValueError, match="other settings"):
             prepared(target, train.trained_start(folders["dflash"], target, **other), tmp_path)
     prepared(target, train.trained_start(folders["dflash"], target, add_layers=1), tmp_path)
     for wrong in ({"add_layers": -1}, {"draft_vocab_size": 0}, {"draft_vocab_size": VOCAB + 1}):

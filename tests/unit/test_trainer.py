@@ -20,6 +20,7 @@ from draftwood.train import state
 from draftwood.train.anchors import Example
 from draftwood.train.evaluate import CHAIN, accepted_lengths, count_cycles, evaluate
 from draftwood.train.loss import UNKNOWN, LossConfig
+from draftwood.train.state import RunLog
 from draftwood.train.trainer import TrainConfig, Trainer
 from draftwood.train.warm_start import draft_vocabulary, match_norms, set_vocabulary, warm_start
 
@@ -296,3 +297,17 @@ def test_evaluate_reports_by_domain() -> None:
     assert result["a"].tau(CHAIN) == 5.0
     assert result["b"].tau(CHAIN) == 1.0
     assert result["all"].num_tokens == 40
+
+
+def test_a_log_forgets_the_steps_that_were_lost(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, tensorboard=False)
+    for step in range(5):
+        log.write("train", step, {"loss": float(step)})
+    log.close()
+    with (tmp_path / "log.jsonl").open("a") as handle:
+        handle.write('{"kind": "train", "st')  # killed meanwhile
+    again = RunLog(tmp_path, step=2, tensorboard=False)
+    again.write("train", 3, {"loss": 7.0})
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 7.0)]

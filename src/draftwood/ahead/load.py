@@ -74,6 +74,7 @@ def load_ahead(
         ValueError: a drafter that cannot be used so, or no such place.
         DraftwoodError: the worker did not start.
     """
+    check_place(where)
     connect = _connect(spec, target, where)
     if options is None:
         on_cpu = isinstance(connect, InProcess) or connect.device == torch.device("cpu")
@@ -87,6 +88,18 @@ def load_ahead(
         ahead.close()
         raise
     return ahead
+
+
+def check_place(where: str) -> None:
+    """Refuse a place that there is not, before anything is loaded.
+
+    Raises:
+        ValueError: see ``load_ahead``.
+    """
+    if where.split(":")[0] == "process":
+        _cores(where)
+    elif where != "thread":
+        _device(where)
 
 
 def _connect(spec: str | Path | Drafter | None, target: Target, where: str) -> InProcess | InThread:

@@ -21,7 +21,9 @@ PROMPTS = "Prompts"
 
 
 def data(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the replies.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", file_okay=False, help="Folder of the replies.")
+    ],
     target: options.Target = "demo",
     jsonl: Annotated[
         list[Path] | None,

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def eval_drafter(
     drafter: Annotated[
-        str, typer.Option("--drafter", "-d", help="Folder or hub id of a trained drafter.")
+        str,
+        typer.Option(
+            "--drafter", "-d", help="Folder or hub id of a trained drafter, or 'shipped'."
+        ),
     ],
     data: Annotated[
         list[Path],
@@ -63,6 +66,9 @@ def eval_drafter(
     if held_out is not None:
         rows = [row for row in rows if is_held_out(row.prompt_key, held_out)]
     rows = _at_most(rows, limit)
+    if not rows:
+        held = "" if held_out is None else f" among the {held_out:g} % held out"
+        raise ValueError(f"there is no reply{held} in {', '.join(map(str, data))}; make more")
     found = evaluate_drafter(
         drafter,
         load_target(target, dtype=dtype, device=device),

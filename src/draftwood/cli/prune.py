@@ -25,7 +25,10 @@ def prune(
         typer.Option(exists=True, help="Folder from 'draftwood data'. May be given repeatedly."),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Gets the table, the plot and every depth.")
+        Path,
+        typer.Option(
+            "--out", "-o", file_okay=False, help="Gets the table, the plot and every depth."
+        ),
     ],
     target: options.Target = "demo",
     depth: Annotated[
@@ -58,7 +61,8 @@ def prune(
         int, typer.Option(min=1, rich_help_panel=CHOICE, help="Most replies to measure τ on.")
     ] = 96,
     steps: Annotated[
-        int | None, typer.Option(rich_help_panel=RECOVERY, help="Per removed layer; 0: none.")
+        int | None,
+        typer.Option(min=0, rich_help_panel=RECOVERY, help="Per removed layer; 0: none."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(rich_help_panel=RECOVERY, help="Per removed layer.")
@@ -92,10 +96,14 @@ def prune(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Remove layers one by one and recover each time; the same command continues a run."""
+    """Remove layers one by one and recover each time; the same command continues a run.
+
+    Prints the folder of the depth that is fastest by estimate among those that --keep allows.
+    """
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
     from draftwood.target.load import load_target
+    from draftwood.train.allocator import keep_freed_memory
     from draftwood.train.loss import LossConfig
     from draftwood.train.prune import PruneConfig, prune_drafter
     from draftwood.train.prune_report import write_csv, write_plot
@@ -107,6 +115,8 @@ def prune(
         raise typer.BadParameter(
             "recovery needs an end: give --steps or --minutes, --steps 0: none"
         )
+    if steps == 0 and minutes is not None:
+        raise typer.BadParameter("--steps 0 is no recovery; leave --minutes out")
     recovery = None
     if steps != 0:
         recovery = TrainConfig(
@@ -121,6 +131,7 @@ def prune(
         held_out_percent=held_out, max_len=max_len, seed=seed,
     )  # fmt: skip
     quiet_libraries()
+    keep_freed_memory()
     choose_threads()
     rows = [row for path in data for row in load_rows(path)]
     model = load_target(target, dtype=dtype, device=device)
@@ -131,7 +142,10 @@ def prune(
     except ImportError:
         note("no plot: matplotlib is not installed (pip install 'draftwood[bench]')")
     _print(table)
-    typer.echo(best_stage(table, keep).folder)
+    best = best_stage(table, keep)
+    if best.removed is None:
+        note("by estimate no pruned depth is faster than the drafter as it was")
+    typer.echo(best.folder)
 
 
 def _show(stage: Stage) -> None:

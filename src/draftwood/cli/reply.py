@@ -90,7 +90,8 @@ def summary(output: Output) -> str:
     if output.num_cycles:
         parts.append(f"τ {output.acceptance_length:.2f}")
     if not isnan(output.hit_rate):
-        parts.append(f"{100 * output.hit_rate:.0f} % drafted ahead")
+        away = f" (drafter away: {100 * output.standby_rate:.0f} %)" if output.standby_rate else ""
+        parts.append(f"{100 * output.hit_rate:.0f} % drafted ahead{away}")
     if output.decode_s > 0:
         parts.append(f"{len(output.token_ids) / output.decode_s:.1f} tok/s")
     parts.append(f"prefill {output.prefill_s:.2f} s")

@@ -25,6 +25,9 @@ LOSS = "Objective"
 _SHAPE = (
     "kind", "body", "layers", "taps", "block_size", "mask_token", "warm", "borrow",
 )  # fmt: skip
+# Options that say nothing about a drafter of the other kind.
+_OF_DFLASH = ("taps", "distill", "draft_vocab", "cache", "add_layers")
+_OF_INDEPENDENT = ("body", "borrow", "ar_weight")
 
 
 def train(
@@ -33,7 +36,10 @@ def train(
         list[Path],
         typer.Option(exists=True, help="Folder from 'draftwood data'. May be given repeatedly."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; its 'draft' is it.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder of the run; its 'draft' is it."),
+    ],
     target: options.Target = "demo",
     init: Annotated[
         str | None,
@@ -215,15 +221,17 @@ def train(
             f"expected 'dflash' or 'independent', got {kind!r}", param_hint="--kind"
         )
     if init is not None:
-        _refuse_given(context, _SHAPE)
+        _refuse_given(context, _SHAPE, "the drafter of --init has decided it")
         kind = _kind(init)
     elif add_layers:
         raise typer.BadParameter("--add-layers is for --init; a new drafter has --layers")
     alone = kind == "independent"
-    if not alone and (body is not None or borrow):
-        raise typer.BadParameter("--body and --borrow are for --kind independent")
-    if alone and (distill or taps):
-        raise typer.BadParameter("an independent drafter has no --taps and no --distill")
+    _refuse_given(context, _OF_DFLASH if alone else _OF_INDEPENDENT, f"not for {kind} drafters")
+    if init is not None and _is_given(context, "draft_vocab") and draft_vocab < 1:
+        raise typer.BadParameter(
+            f"with --init at least 1 token, got {draft_vocab}; leave it out to keep the vocabulary",
+            param_hint="--draft-vocab",
+        )
     if borrow and body not in (None, target):
         raise typer.BadParameter("--borrow needs the target itself as the body; leave out --body")
     own_taps = taps and integers(taps, "--taps")
@@ -306,13 +314,11 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _refuse_given(context: typer.Context, names: tuple[str, ...]) -> None:
+def _refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
     """A usage error if one of these was on the command line."""
     for parameter in context.command.params:
         if parameter.name in names and _is_given(context, parameter.name):
-            raise typer.BadParameter(
-                "the drafter of --init has decided it; leave this out", param_hint=parameter.opts[0]
-            )
+            raise typer.BadParameter(f"{why}; leave this out", param_hint=parameter.opts[0])
 
 
 def _kind(drafter: str) -> str:

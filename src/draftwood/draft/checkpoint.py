@@ -201,10 +201,18 @@ def find_folder(path: str | os.PathLike[str], revision: str | None) -> Path:
         ) from error
 
 
+def instead(folder: Path) -> str:
+    """What to do about a folder that is neither a drafter nor a model."""
+    inner = folder / "draft"  # of a training or pruning run
+    if (inner / CONFIG).is_file():
+        return f"the drafter of this run is {inner}"
+    return "it is neither a drafter nor a model folder"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``; anything else is a ValueError."""
     if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}; it is no drafter checkpoint")
+        raise ValueError(f"{file.parent} has no {file.name}; {instead(file.parent)}")
     try:
         raw = json.loads(file.read_text())
     except json.JSONDecodeError as error:

@@ -29,6 +29,7 @@ from draftwood.draft.independent_config import (
     IndependentConfig,
     body_config,
     independent_to_json,
+    is_independent,
     parse_independent,
 )
 from draftwood.draft.independent_network import IndependentNetwork
@@ -141,7 +142,12 @@ def load_independent(
         ValueError: it is incomplete, damaged or not of this kind.
     """
     folder = find_folder(path, revision)
-    config = parse_independent(read_json(folder / CONFIG))
+    raw = read_json(folder / CONFIG)
+    if not is_independent(raw):
+        raise ValueError(
+            f"{folder} is no independent drafter; 'draftwood train --kind independent' makes one"
+        )
+    config = parse_independent(raw)
     weights = {name.removeprefix(_PREFIX): value for name, value in read_weights(folder).items()}
     with torch.device("meta"):
         network = IndependentNetwork(config)

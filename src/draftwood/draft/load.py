@@ -13,7 +13,7 @@ from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
-from draftwood.draft.checkpoint import CONFIG, WEIGHTS, check_compatible, load_draft
+from draftwood.draft.checkpoint import CONFIG, WEIGHTS, check_compatible, instead, load_draft
 from draftwood.draft.config import DraftConfig, parse_config
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
@@ -177,7 +177,7 @@ def read_config(
     if path.is_dir():
         file = path / CONFIG
         if not file.is_file():
-            raise ValueError(f"{name} has no {CONFIG}; it is neither a drafter nor a model folder")
+            raise ValueError(f"{name} has no {CONFIG}; {instead(path)}")
     elif path.is_file() or name == "demo":
         return {}
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from draftwood.train.allocator import keep_freed_memory as keep_freed_memory
     from draftwood.train.data import DataConfig as DataConfig
     from draftwood.train.data import generate_responses as generate_responses
     from draftwood.train.evaluate import Acceptance as Acceptance
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from draftwood.train.measure import dry_run as dry_run
     from draftwood.train.measure import evaluate_drafter as evaluate_drafter
     from draftwood.train.overlap import OverlapCheck as OverlapCheck
+    from draftwood.train.precision import has_fast_bfloat16 as has_fast_bfloat16
     from draftwood.train.prompts import Conversation as Conversation
     from draftwood.train.prompts import hub_prompts as hub_prompts
     from draftwood.train.prompts import interleave as interleave
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from draftwood.train.trainer import Trainer as Trainer
 
 _HOME = {
+    "keep_freed_memory": "allocator",
     "DataConfig": "data",
     "generate_responses": "data",
     "Acceptance": "evaluate",
@@ -54,6 +57,7 @@ _HOME = {
     "dry_run": "measure",
     "evaluate_drafter": "measure",
     "OverlapCheck": "overlap",
+    "has_fast_bfloat16": "precision",
     "Conversation": "prompts",
     "hub_prompts": "prompts",
     "interleave": "prompts",

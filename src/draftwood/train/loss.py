@@ -38,9 +38,9 @@ class LossConfig:
     tree_softness: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.gamma <= 0:
+        if not self.gamma > 0:
             raise ValueError(f"gamma must be positive, got {self.gamma}; 4 is a good start")
-        if self.autoregressive < 0:
+        if not self.autoregressive >= 0:
             raise ValueError(f"autoregressive must be ≥ 0, got {self.autoregressive}")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill must be between 0 and 1, got {self.distill}")

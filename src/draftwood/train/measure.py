@@ -20,7 +20,7 @@ from draftwood.train.features import is_held_out
 from draftwood.train.networks import Network
 from draftwood.train.recipe import describe
 from draftwood.train.run import DataUse, Start, prepare
-from draftwood.train.start import load_fitting
+from draftwood.train.start import load_fitting, trained_folder
 from draftwood.train.target_side import ResponseRow, as_example, run_target, split_rows
 from draftwood.train.trainer import TrainConfig
 
@@ -110,7 +110,7 @@ def evaluate_drafter(
     """Offline acceptance of a saved drafter on the target's (greedy) replies, by domain.
 
     Args:
-        drafter: folder or hub id.
+        drafter: folder or hub id, or ``"shipped"``.
         target: a ``draftwood.target.model.Target``; a DFlash drafter needs it run over every row.
         rows: replies; only their tokens matter.
         budgets: tree budgets; 0 is the chain.
@@ -125,7 +125,7 @@ def evaluate_drafter(
         if held_out_percent is None or is_held_out(row.prompt_key, held_out_percent)
     )
     examples: Iterable[Example]
-    network = load_fitting(drafter, target)
+    network = load_fitting(trained_folder(drafter, target), target)
     if isinstance(network, DraftNetwork):
         taps = network.config.target_layer_ids
         examples = (run_target(target.model, row, taps, 0) for row in wanted)

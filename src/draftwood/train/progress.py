@@ -52,8 +52,8 @@ class DataProgress:
 
 @contextmanager
 def bar(title: str = "responses") -> Iterator[Callable[[DataProgress], None]]:
-    """A progress bar on standard error; call what it yields with each new count."""
-    with Progress(
+    """A progress bar on standard error, shown from the first count that what it yields is given."""
+    shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -61,14 +61,18 @@ def bar(title: str = "responses") -> Iterator[Callable[[DataProgress], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(file=sys.stderr),
-    ) as shown:
-        task = shown.add_task(title, total=None, rate="")
+    )
+    task = shown.add_task(title, total=None, rate="")
 
-        def show(now: DataProgress) -> None:
-            rate = f"{now.num_response_tokens:,} tokens, {now.tokens_per_s:,.0f}/s"
-            if now.num_failed:
-                rate += f", {now.num_failed} failed"
-            done = now.num_resumed + now.num_finished
-            shown.update(task, total=now.num_threads, completed=done, rate=rate)
+    def show(now: DataProgress) -> None:
+        rate = f"{now.num_response_tokens:,} tokens, {now.tokens_per_s:,.0f}/s"
+        if now.num_failed:
+            rate += f", {now.num_failed} failed"
+        done = now.num_resumed + now.num_finished
+        shown.update(task, total=now.num_threads, completed=done, rate=rate)
+        shown.start()
 
+    try:
         yield show
+    finally:
+        shown.stop()

@@ -55,16 +55,27 @@ def read_prompts(path: str | os.PathLike[str], *, domain: str = "") -> list[Conv
         ValueError: a line is not such an object; the file and line are named.
     """
     found = []
-    with open(path, encoding="utf-8") as handle:
+    with open(path, "rb") as handle:
         for number, line in enumerate(handle, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = _parsed(line)
                 found.append(_conversation(row, None, domain, os.path.basename(path)))
             except ValueError as error:
                 raise ValueError(f"{os.fspath(path)}:{number}: {error}") from error
     return found
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError("this is not UTF-8 text; convert the file") from error
+    except ValueError as error:
+        raise ValueError(
+            f"this is no JSON ({error}); a line is an object with 'turns' or 'messages'"
+        ) from error
 
 
 def hub_prompts(
@@ -128,9 +139,14 @@ def _conversation(row: Any, column: str | None, domain: str, source: str) -> Con
     names = (column,) if column is not None else TURN_COLUMNS + TEXT_COLUMNS
     name = next((n for n in names if row.get(n)), None)
     if name is None:
-        hint = "" if column is not None else "; name the column, or use 'turns' or 'messages'"
-        raise ValueError(f"none of {', '.join(names)} among the columns {sorted(row)}{hint}")
-    system, turns = _turns(row[name])
+        empty = next((n for n in names if n in row), None)
+        if empty is not None:
+            raise ValueError(f"{empty!r} is empty; give at least one user turn")
+        raise ValueError(f"has {sorted(row)} but none of {', '.join(names)}")
+    try:
+        system, turns = _turns(row[name])
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from error
     return Conversation(
         turns, system, str(row.get("domain") or domain), str(row.get("source") or source)
     )
@@ -141,7 +157,10 @@ def _turns(value: Any) -> tuple[str | None, tuple[str, ...]]:
         return None, (value,)
     if not isinstance(value, Sequence):
         raise ValueError(f"expected text, turns or messages, got {value!r:.80}")
-    if all(isinstance(turn, str) for turn in value):
+    if any(isinstance(turn, str) for turn in value):
+        wrong = [turn for turn in value if not isinstance(turn, str)]
+        if wrong:
+            raise ValueError(f"among user turns, which are text, is {wrong[0]!r:.80}")
         return None, tuple(value)
     pairs = [_role_and_text(message) for message in value]
     system = [text for role, text in pairs if role == "system"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from draftwood.draft.checkpoint import find_folder
 from draftwood.draft.independent_checkpoint import check_fits, load_independent, save_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
@@ -15,9 +18,11 @@ from draftwood.train.anchors import Example
 from draftwood.train.distill import DistillObjective
 from draftwood.train.evaluate import loop_cycles
 from draftwood.train.independent import TokenSource
+from draftwood.train.kept import damaged, read_kept, require_same
 from draftwood.train.layer_choice import ORDERS, LayerScore, rank_layers
 from draftwood.train.prune_cost import draft_seconds, target_seconds
 from draftwood.train.prune_table import Stage, Table
+from draftwood.train.start import checksum
 from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig, Trainer
 
@@ -63,6 +68,10 @@ class PruneConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.recovery is not None:
+            self.recovery.schedule()
+        if self.speedup is not None and not self.speedup > 0:
+            raise ValueError(f"speedup must be positive, got {self.speedup}")
         if self.min_depth < 1 or not 0 <= self.keep_tau <= 1:
             raise ValueError(
                 f"min_depth must be ≥ 1 and keep_tau between 0 and 1, got {self.min_depth} and "
@@ -127,24 +136,28 @@ class _Run:
         self._drafter, self._target, self._folder, self.config = drafter, target, folder, config
         self._train, self._held = train, held
         self.teacher = self._load(drafter)
-        settings = {**asdict(config), "drafter": drafter}
-        # where to stop may change between two calls
-        for name in ("min_depth", "keep_tau", "speedup"):
-            del settings[name]
-        settings = json.loads(json.dumps(settings))
-        table = Table.load(folder)
-        if table is not None and table.settings != settings:
-            changed = [k for k, value in settings.items() if table.settings.get(k) != value]
-            raise ValueError(
-                f"{folder} holds a pruning run with other settings ({', '.join(changed)}); repeat "
-                "those to continue it, or choose another folder"
-            )
-        if table is None:
+        table = Table.load(folder, drafter)
+        settings = self._settings()
+        if table is not None:
+            require_same(table.settings, settings, folder, "a pruning run")
+        else:
             width = config.budget or self.teacher.config.horizon
             table = Table(settings, *target_seconds(target, width + 1, config.context_len))
         self.table = table
         if not table.stages:
             self._add(self.teacher, None, None, drafter)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a continued run must repeat: all but where to stop."""
+        settings = {
+            **asdict(self.config),
+            "drafter's weights": checksum(find_folder(self._drafter, None)),
+            "held-out replies": _digest(self._held),
+        }
+        for name in ("min_depth", "keep_tau", "speedup"):
+            del settings[name]
+        kept: dict[str, Any] = json.loads(json.dumps(settings))
+        return kept
 
     def is_done(self) -> bool:
         first, last, config = self.table.stages[0], self.table.stages[-1], self.config
@@ -184,7 +197,10 @@ class _Run:
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps([asdict(one) for one in ranking], indent=1) + "\n")
             partial.replace(file)
-        return LayerScore(**json.loads(file.read_text())[0])
+        try:
+            return LayerScore(**read_kept(file)[0])
+        except (IndexError, KeyError, TypeError) as error:
+            raise damaged(file, repr(error)) from error
 
     def _recover(self, pruned: IndependentNetwork, where: Path, recovery: TrainConfig) -> None:
         pruned.requires_grad_(True).train()
@@ -225,3 +241,11 @@ class _Run:
             tables = (self._target.input_embeddings(), self._target.output_embeddings())
             network.borrow(*(table.float() for table in tables))
         return network
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    """Of the tokens that layers are chosen and measured on."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.token_ids.tobytes())
+    return digest.hexdigest()[:16]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from draftwood.train.kept import damaged, read_kept
 
 TABLE = "prune.json"
 
@@ -45,18 +47,38 @@ class Table:
     stages: list[Stage] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
+        """Write the table; checkpoints are named as seen from ``folder``, which may move."""
+        raw = asdict(self)
+        for one in raw["stages"]:
+            if Path(one["folder"]).is_relative_to(folder):
+                one["folder"] = Path(one["folder"]).relative_to(folder).as_posix()
+        raw["stages"][0]["folder"] = ""  # the drafter that the command names
         partial = folder / f"{TABLE}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.write_text(json.dumps(raw, indent=1) + "\n")
         partial.replace(folder / TABLE)
 
     @staticmethod
-    def load(folder: Path) -> Table | None:
+    def load(folder: Path, drafter: str) -> Table | None:
+        """What is kept in a folder, if anything.
+
+        Args:
+            drafter: folder of the unpruned drafter.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         file = folder / TABLE
         if not file.is_file():
             return None
-        raw = json.loads(file.read_text())
-        stages = [Stage(**{**one, "layers": tuple(one["layers"])}) for one in raw.pop("stages")]
-        return Table(**raw, stages=stages)
+        raw = read_kept(file)
+        try:
+            stages = [Stage(**{**one, "layers": tuple(one["layers"])}) for one in raw.pop("stages")]
+            table = Table(**raw, stages=[])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise damaged(file, repr(error)) from error
+        for index, one in enumerate(stages):
+            table.stages.append(replace(one, folder=str(folder / one.folder) if index else drafter))
+        return table
 
 
 def best_stage(table: Table, keep_tau: float = 0.0) -> Stage:

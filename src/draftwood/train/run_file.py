@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftwood.train.kept import damaged, read_kept, require_same
+
 RUN = "run.json"
 
 
@@ -22,13 +24,12 @@ def read_run(folder: Path, recipe: Mapping[str, Any]) -> list[int] | None:
     file = folder / RUN
     if not file.is_file():
         raise ValueError(f"{folder} has checkpoints but no {RUN}; choose another folder")
-    stored = json.loads(file.read_text())
+    stored = read_kept(file)
+    try:
+        old, vocabulary = dict(stored["recipe"]), stored["vocabulary"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(file, repr(error)) from error
     wanted = json.loads(json.dumps(dict(recipe)))
-    changed = sorted(name for name in wanted if wanted[name] != stored["recipe"].get(name))
-    if changed:
-        raise ValueError(
-            f"{folder} holds a run with another recipe ({', '.join(changed)}); repeat that one to "
-            "continue it, or choose another folder"
-        )
-    vocabulary: list[int] | None = stored["vocabulary"]
+    # What a newer version also writes down was not a choice then.
+    require_same({name: old.get(name) for name in wanted}, wanted, folder, "a run")
     return vocabulary

@@ -30,7 +30,7 @@ class Schedule:
             raise ValueError("a run needs an end: give max_steps or max_minutes")
         for name in ("max_steps", "max_minutes", "learning_rate"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
 
     def progress(self, step: int, elapsed_s: float) -> float:

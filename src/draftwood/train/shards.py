@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from draftwood.errors import DraftwoodError
+from draftwood.train.kept import damaged, read_kept, require_same
 from draftwood.train.target_side import ResponseRow, read_rows
 
 PATTERN = "responses-*.jsonl"
@@ -112,15 +113,10 @@ class ShardWriter:
     def _check_settings(self) -> None:
         file = self.folder / SETTINGS
         if file.is_file():
-            stored = json.loads(file.read_text())
-            if stored != self._settings:
-                names = sorted(
-                    k for k in stored.keys() | self._settings if _differ(stored, self._settings, k)
-                )
-                raise ValueError(
-                    f"{self.folder} was made with other settings ({', '.join(names)}); "
-                    "repeat those to continue it, or choose another folder"
-                )
+            stored = read_kept(file)
+            if not isinstance(stored, Mapping):
+                raise damaged(file, "no JSON object")
+            require_same(stored, self._settings, self.folder, "replies")
             return
         if any(self.folder.glob(PATTERN)):
             raise ValueError(f"{self.folder} has shards but no {SETTINGS}; choose another folder")
@@ -151,7 +147,3 @@ def _write_whole(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, start)
         raise
-
-
-def _differ(left: Mapping[str, Any], right: Mapping[str, Any], key: str) -> bool:
-    return key not in left or key not in right or left[key] != right[key]

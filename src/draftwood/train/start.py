@@ -87,16 +87,28 @@ def trained_start(
         raise ValueError(f"add_layers must be ≥ 0, got {add_layers}; layers go by 'prune'")
     if draft_vocab_size is not None and not 0 < draft_vocab_size <= target.vocab_size:
         raise ValueError(
-            f"draft_vocab_size must be between 1 and {target.vocab_size}, got {draft_vocab_size}; "
-            "leave it out to keep the vocabulary that the drafter has"
+            f"a new draft vocabulary must have 1 to {target.vocab_size} tokens, got "
+            f"{draft_vocab_size}; leave it out to keep the one that the drafter has"
         )
-    found = shipped_folder(target) if drafter == "shipped" else find_folder(drafter, None)
-    if found is None:
-        raise ValueError("no drafter is shipped for this target; give a drafter's folder")
+    found = trained_folder(drafter, target)
     config = load_fitting(found, target).config
     if isinstance(config, IndependentConfig) and (add_layers or draft_vocab_size is not None):
         raise ValueError("an independent drafter cannot get other layers or another vocabulary")
     return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size)
+
+
+def trained_folder(drafter: str | os.PathLike[str], target: Target) -> Path:
+    """The folder of a trained drafter: a folder, a hub id, or ``"shipped"``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if str(drafter) in ("auto", "lookup", "none") or str(drafter).endswith("+lookup"):
+        raise ValueError(f"{str(drafter)!r} is no trained drafter; give a folder, or 'shipped'")
+    found = shipped_folder(target) if str(drafter) == "shipped" else find_folder(drafter, None)
+    if found is None:
+        raise ValueError("no drafter is shipped for this target; give a drafter's folder")
+    return found
 
 
 def load_fitting(drafter: str | os.PathLike[str], target: Target) -> Network:

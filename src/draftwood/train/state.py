@@ -75,18 +75,33 @@ def load_checkpoint(file: Path) -> dict[str, Any]:
     return state
 
 
+def _forget_after(log: Path, step: int) -> None:
+    """Drop the records of later steps, and a last line that was cut."""
+    if not log.is_file():
+        return
+    lines = log.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        partial = log.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(log)
+
+
 class RunLog:
     """Plain JSON lines, and TensorBoard where it is installed."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
+        """Go on with a log at ``step``: what it says of later steps was lost with them."""
         folder.mkdir(parents=True, exist_ok=True)
+        _forget_after(folder / LOG, step)
         self._file = (folder / LOG).open("a")
         self._board: Any = None
         if tensorboard:
             with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(folder / "tensorboard"))
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One record of ``kind`` (``train``, ``eval``, ``start``, …)."""

@@ -67,7 +67,8 @@ def _parse(line: str, where: str) -> ResponseRow:
         ids, start = tuple(map(int, raw["token_ids"])), int(raw["response_start"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{where} is no response row ({error!r}); each line needs token_ids and response_start"
+            f"{where} is no reply: a line needs token_ids and response_start. 'draftwood data' "
+            "makes them from prompts"
         ) from error
     if not 0 < start <= len(ids):
         raise ValueError(f"{where}: response_start {start} is outside its {len(ids)} tokens")

@@ -137,7 +137,9 @@ class Trainer:
         self._resume()
         if accelerator:
             self.objective, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
-        self.log: RunLog | HeardLog | None = RunLog(folder) if self.rank == 0 else None
+        self.log: RunLog | HeardLog | None = (
+            RunLog(folder, step=self.progress.step) if self.rank == 0 else None
+        )
         self._plan: list[PlannedBatch] = []
 
     # -- data ------------------------------------------------------------------------------
