@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftwood.draft.products import HalfLinear, product
 from draftwood.target import build_kernels as kernels_module
 from draftwood.target import native as native_module
 from draftwood.target.attention import PackedPass
@@ -301,3 +302,39 @@ def test_a_decoder_that_scales_its_embeddings_is_not_left_out(native: Native) ->
     target.forward(tree_of(12), [cache])
     cache.commit(np.array([0]))
     assert not direct_pass(target, cache)[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 60).map(lambda n: 2 * n),
+    outputs=st.integers(1, 120),
+    has_bias=st.booleans(),
+)
+def test_the_product_of_drafts(
+    native: Native, rows: int, inputs: int, outputs: int, has_bias: bool
+) -> None:
+    """In bfloat16 with float32 sums: exact but for the order of the sums once x is rounded."""
+    if not native.has_half:
+        pytest.skip("no bfloat16 instructions on this CPU")
+    generator = torch.Generator().manual_seed(rows * 1000 + inputs)
+    matrix = torch.randn(outputs, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator) if has_bias else None
+    x = torch.randn(rows, inputs, generator=generator)
+    half = HalfLinear(native, matrix, bias)
+    got = half(x)
+    exact_x, exact = x.bfloat16().double(), matrix.bfloat16().double()
+    want = torch.nn.functional.linear(exact_x, exact, bias.double() if has_bias else None)
+    terms = exact_x.abs() @ exact.abs().t() + 1.0  # what the sums may cancel
+    assert ((got - want).abs() <= 1e-6 * terms).all()
+    assert torch.equal(half(x[-1:])[0], got[-1])  # a row's sums do not depend on its company
+    assert half(torch.full_like(x, torch.nan)).isnan().all()
+
+
+def test_only_large_products_of_drafts_round(native: Native) -> None:
+    large, small = torch.randn(1024, 512), torch.randn(512, 64)
+    assert isinstance(product(large), HalfLinear) == native.has_half
+    assert isinstance(product(small), NativeLinear)
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(3, 512, dtype=dtype)
+        assert torch.allclose(product(large.to(dtype))(x), x @ large.to(dtype).t())

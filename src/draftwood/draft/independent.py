@@ -70,6 +70,7 @@ class IndependentDrafter:
             network.borrow(target.input_embeddings(), target.output_embeddings())
         self.config = network.config
         self._network = network
+        network.hasten()
         head = network.head_weight().detach()
         columns = Columns(len(head), target.vocab_size, device=head.device)
         self._ranking = BlockRanking(head, columns, use_noise=use_noise)

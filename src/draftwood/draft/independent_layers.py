@@ -10,15 +10,27 @@ from torch import nn
 
 from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.layers import RMSNorm
-from draftwood.draft.products import few_rows
+from draftwood.draft.products import Product, few_rows, product
 from draftwood.draft.rope import rotate
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, in] · weightᵀ + bias; fast for the few rows of a decoding step."""
-    if torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return few_rows(x, weight, bias)
+class Projection(nn.Linear):
+    """x [N, in] · weightᵀ + bias; fast for the few rows of a decoding step.
+
+    Attributes:
+        quick: the same product for decoding, on a copy of the weights; None until ``hasten``.
+    """
+
+    quick: Product | None = None
+
+    def hasten(self) -> None:
+        """Prepare for decoding; later changes of the weights are not seen by it."""
+        self.quick = product(self.weight.detach(), None if self.bias is None else self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return few_rows(x, self.weight, self.bias) if self.quick is None else self.quick(x)
 
 
 class BodyAttention(nn.Module):
@@ -33,10 +45,10 @@ class BodyAttention(nn.Module):
         )
         hidden = config.hidden_size
         self.head_dim = dim
-        self.q_proj = nn.Linear(hidden, heads * dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv * dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=config.out_bias)
+        self.q_proj = Projection(hidden, heads * dim, bias=config.qkv_bias)
+        self.k_proj = Projection(hidden, kv * dim, bias=config.qkv_bias)
+        self.v_proj = Projection(hidden, kv * dim, bias=config.qkv_bias)
+        self.o_proj = Projection(heads * dim, hidden, bias=config.out_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.has_qk_norm:
@@ -50,13 +62,14 @@ class BodyAttention(nn.Module):
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         query, keys, values = (
-            linear(x, one.weight, one.bias).view(len(x), -1, self.head_dim)
+            one(x).view(len(x), -1, self.head_dim)
             for one in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, keys = self.q_norm(query), self.k_norm(keys)
         mixed = attend(rotate(query, *turn), rotate(keys, *turn), values)
-        return linear(mixed, self.o_proj.weight, self.o_proj.bias)
+        out: torch.Tensor = self.o_proj(mixed)
+        return out
 
 
 class BodyMLP(nn.Module):
@@ -65,14 +78,13 @@ class BodyMLP(nn.Module):
     def __init__(self, config: IndependentConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_proj = Projection(hidden, inner, bias=False)
+        self.up_proj = Projection(hidden, inner, bias=False)
+        self.down_proj = Projection(inner, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = linear(x, self.gate_proj.weight, None)
-        return linear(F.silu(gate) * linear(x, self.up_proj.weight, None), self.down_proj.weight,
-                      None)  # fmt: skip
+        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class BodyLayer(nn.Module):

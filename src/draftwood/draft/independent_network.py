@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from draftwood.draft.independent_config import IndependentConfig
-from draftwood.draft.independent_layers import BodyLayer, linear
+from draftwood.draft.independent_layers import BodyLayer, Projection
 from draftwood.draft.layers import RMSNorm, attend_blocks
+from draftwood.draft.products import few_rows
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [N, heads, d], keys [N, kv, d], values [N, kv, d]) → [N, heads · d]; all three
@@ -57,6 +58,12 @@ class IndependentNetwork(nn.Module):
     def stack(self) -> list[BodyLayer]:
         """The layers, in order."""
         return [layer for layer in self.layers if isinstance(layer, BodyLayer)]
+
+    def hasten(self) -> None:
+        """Prepare the layers for decoding; later changes of their weights have no effect there."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.hasten()
 
     def borrow(self, input_embeddings: torch.Tensor, output_embeddings: torch.Tensor) -> None:
         """Use the target's tables [vocab, H]; they are never trained, saved or moved with it."""
@@ -111,7 +118,8 @@ class IndependentNetwork(nn.Module):
         """Scores [..., vocab] of normed hidden states."""
         head = self.head_weight()
         flat = hidden.reshape(-1, hidden.shape[-1]).to(head.device, head.dtype)
-        return linear(flat, head, None).view(*hidden.shape[:-1], len(head))
+        product = F.linear if torch.is_grad_enabled() else few_rows
+        return product(flat, head).view(*hidden.shape[:-1], len(head))
 
     def _borrowed(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._lent is None:

@@ -10,6 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <omp.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int VL = 16, MR = 8, MIX = 4;  // floats per vector, rows at a time: of x, of P
@@ -169,6 +172,47 @@ static void linear(const Linear &l, const float *x, float *y, long n, bool add, 
     }
   }
 }
+
+// ---- products of drafts, which may round ------------------------------------------------------
+
+#if defined(__AVX512BF16__)
+constexpr int AHEAD = 2048;  // bytes between what is used and what is fetched
+
+// acc[M][NR] = x[M] · panel over pairs of inputs, in bfloat16 with float32 sums
+template <int M>
+static void micro_half(const uint32_t *w, const uint32_t *x, long pairs, float *acc) {
+  __m512 a[M][NV];
+  UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < NV; j++) a[i][j] = _mm512_setzero_ps();
+  for (long k = 0; k < pairs; k++, w += NR) {
+    __m512bh ww[NV];
+    UNROLL for (int j = 0; j < NV; j++) {
+      __builtin_prefetch((const char *)(w + VL * j) + AHEAD, 0, 3);
+      ww[j] = (__m512bh)_mm512_loadu_si512(w + VL * j);
+    }
+    UNROLL for (int i = 0; i < M; i++) {
+      __m512bh b = (__m512bh)_mm512_set1_epi32(x[i * pairs + k]);
+      UNROLL for (int j = 0; j < NV; j++) a[i][j] = _mm512_dpbf16_ps(a[i][j], ww[j], b);
+    }
+  }
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < NV; j++) _mm512_storeu_ps(acc + NR * i + VL * j, a[i][j]);
+}
+
+static void panel_half(const uint32_t *w, const uint32_t *x, long n, long pairs, float *acc) {
+  switch (n) {
+#define HALF_ROWS(M) case M: return micro_half<M>(w, x, pairs, acc);
+    HALF_ROWS(1) HALF_ROWS(2) HALF_ROWS(3) HALF_ROWS(4)
+    HALF_ROWS(5) HALF_ROWS(6) HALF_ROWS(7) HALF_ROWS(8)
+  }
+}
+
+INLINE uint16_t half_of(float x) {  // to the nearest, ties to even
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return (u >> 16) | 0x40;  // not a number
+  return (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+#endif
 
 // ---- row by row ----------------------------------------------------------------------------
 
@@ -494,6 +538,51 @@ void dw_pack(const float *W, float *out, long K, long O, long stride, int thread
         out[(p * stride * K + k) * NR + j] = o < O ? W[o * K + k] : 0;
       }
 }
+
+#if defined(__AVX512BF16__)
+int dw_has_half(void) { return 1; }
+
+// W[O][K] into panels of bfloat16 pairs [O / NR][K / 2][NR][2]; K is even
+void dw_pack_half(const float *W, uint16_t *out, long K, long O, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (long p = 0; p < panels(O); p++)
+    for (long k = 0; k < K; k++)
+      for (int j = 0; j < NR; j++) {
+        long o = p * NR + j;
+        out[(p * K + k / 2 * 2) * NR + 2 * j + k % 2] = o < O ? half_of(W[o * K + k]) : 0;
+      }
+}
+
+// y[n][O] = x · Wᵀ + bias; `halves` has room for x in bfloat16
+void dw_linear_half(const Linear *l, const float *x, uint16_t *halves, float *y, long n,
+                    int threads) {
+  long K = l->K, O = l->O;
+#pragma omp parallel num_threads(threads)
+  {
+    long t = omp_get_thread_num(), T = omp_get_num_threads(), P = panels(O);
+    for (long i = share(n * K, t, T); i < share(n * K, t + 1, T); i++) halves[i] = half_of(x[i]);
+#pragma omp barrier
+    alignas(64) float acc[8 * NR];
+    const uint32_t *pairs = (const uint32_t *)halves, *w = (const uint32_t *)l->w;
+    for (long p = share(P, t, T); p < share(P, t + 1, T); p++) {
+      int count = least(NR, O - p * NR);
+      for (long r = 0; r < n; r += 8) {
+        long m = least(8, n - r);
+        panel_half(w + p * (K / 2) * NR, pairs + r * (K / 2), m, K / 2, acc);
+        for (long i = 0; i < m; i++) {
+          float *from = acc + NR * i;
+          if (l->bias) for (int j = 0; j < count; j++) from[j] += l->bias[p * NR + j];
+          memcpy(y + (r + i) * O + p * NR, from, count * 4);
+        }
+      }
+    }
+  }
+}
+#else
+int dw_has_half(void) { return 0; }
+void dw_pack_half(const float *, uint16_t *, long, long, int) {}
+void dw_linear_half(const Linear *, const float *, uint16_t *, float *, long, int) {}
+#endif
 
 int dw_panel(void) { return NR; }
 int dw_vector(void) { return VL; }

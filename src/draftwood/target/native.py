@@ -66,7 +66,8 @@ class Native:
     Attributes:
         panel: outputs per panel of packed weights.
         vector: floats per vector; head sizes must be a multiple.
-        qkv, rest, stack, linear: see ``native.cpp``.
+        has_half: whether there are products in bfloat16.
+        qkv, rest, stack, linear, linear_half: see ``native.cpp``.
     """
 
     def __init__(self, library: CDLL) -> None:
@@ -76,15 +77,20 @@ class Native:
             c_void_p, c_long, *[c_void_p] * 4, c_long, *[c_void_p] * 5, c_long, c_int
         ]  # fmt: skip
         library.dw_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        library.dw_linear_half.argtypes = [c_void_p] * 4 + [c_long, c_int]
+        library.dw_pack_half.argtypes = [c_void_p, c_void_p, c_long, c_long, c_int]
         library.dw_pack.argtypes = [c_void_p, c_void_p, c_long, c_long, c_long, c_int]
         self.qkv: Callable[..., Any] = library.dw_qkv
         self.rest: Callable[..., Any] = library.dw_rest
         self.stack: Callable[..., Any] = library.dw_stack
         self.linear: Callable[..., Any] = library.dw_linear
+        self.linear_half: Callable[..., Any] = library.dw_linear_half
         self._pack: Callable[..., Any] = library.dw_pack
+        self._pack_half: Callable[..., Any] = library.dw_pack_half
         self._arena = Arena()
         self.panel = int(library.dw_panel())
         self.vector = int(library.dw_vector())
+        self.has_half = bool(library.dw_has_half())
 
     def packed(self, *matrices: torch.Tensor) -> torch.Tensor:
         """Matrices [out, in] of one shape in panels of ``panel`` outputs, those of all in turn."""
@@ -98,6 +104,17 @@ class Native:
             rows = matrix.contiguous()
             threads = torch.get_num_threads()
             self._pack(rows.data_ptr(), start, inputs, outputs, stride, threads)
+        return buffer
+
+    def packed_half(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix [out, in] in panels, rounded to bfloat16; two numbers in each float32."""
+        outputs, inputs = matrix.shape
+        assert inputs % 2 == 0
+        buffer = self._arena.take(-(-outputs // self.panel) * self.panel * inputs // 2)
+        rows = matrix.contiguous()
+        self._pack_half(
+            rows.data_ptr(), buffer.data_ptr(), inputs, outputs, torch.get_num_threads()
+        )
         return buffer
 
 
