@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,10 +250,21 @@ def test_a_moved_run_continues_but_not_with_other_weights(
         prune_drafter(start, target, ROWS, tmp_path / "moved", final)
     with pytest.raises(ValueError, match="replies"):
         prune_drafter(tmp_path / "elsewhere", target, ROWS[1:], tmp_path / "moved", final)
+    shutil.rmtree(tmp_path / "moved" / "depth-01")
+    with pytest.raises(ValueError, match="depth-01/draft, which is gone"):
+        prune_drafter(tmp_path / "elsewhere", target, ROWS, tmp_path / "moved", final)
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", "[]", "{", '{"settings": {}, "stages": [{"depth": 1}]}', '{"stages": [3]}']
+    "content",
+    [
+        "{}",
+        "[]",
+        "{",
+        '{"settings": {}, "stages": [{"depth": 1}]}',
+        '{"stages": [3]}',
+        '{"settings": {}, "plain_s": "x", "verify_s": 1, "stages": []}',
+    ],
 )
 def test_a_damaged_table_is_named(
     drafter: Path, target: Target, tmp_path: Path, content: str

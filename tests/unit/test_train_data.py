@@ -313,6 +313,8 @@ def test_local_prompts_as_turns_and_as_messages(tmp_path: Path) -> None:
         ('{"turns": []}', "'turns' is empty"),
         ('{"turns": ["x", 5]}', "is 5"),
         ("nonsense", "no JSON"),
+        pytest.param("[" * 100_000, "no JSON", id="deep"),
+        ('{"turns": ["\\ud800 x"]}', "surrogate"),
         ('{"turns": ["a", "  "]}', "with text"),
         ('{"turns": 3}', "'turns': expected text"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "role"),

@@ -407,3 +407,19 @@ def test_training_in_bfloat16_keeps_float32_weights(
     AcceleratorState._reset_state(reset_partial_state=True)
     assert losses["bf16"] != losses["no"]
     assert losses["bf16"] == pytest.approx(losses["no"], rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "independent"])
+def test_a_continued_run_needs_its_replies_and_its_split(
+    target: Target, folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    start = train.trained_start(folders[kind], target)
+    run = prepared(target, start, tmp_path)
+    run.step()
+    run.save()
+    with pytest.raises(ValueError, match="replies"):
+        train.prepare(target.model, ROWS[:6], tmp_path, start, CONFIG, use=USE)
+    other = train.DataUse(held_out_percent=10, cache_features=False, top_k=0)
+    with pytest.raises(ValueError, match="held_out_percent: 40 there, 10 given"):
+        prepared(target, start, tmp_path, use=other)
+    assert prepared(target, start, tmp_path).progress.step == 1

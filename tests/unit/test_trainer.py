@@ -311,3 +311,13 @@ def test_a_log_forgets_the_steps_that_were_lost(tmp_path: Path) -> None:
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 7.0)]
+
+
+def test_a_log_starts_anew_without_a_checkpoint_and_names_damage(tmp_path: Path) -> None:
+    RunLog(tmp_path, tensorboard=False).write("start", 0, {})
+    RunLog(tmp_path, tensorboard=False).write("start", 0, {})
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+    for line in ("nonsense", '{"kind": "train"}', "[]"):
+        (tmp_path / "log.jsonl").write_text(line + "\n")
+        with pytest.raises(ValueError, match=r"log\.jsonl is damaged"):
+            RunLog(tmp_path, step=2, tensorboard=False)

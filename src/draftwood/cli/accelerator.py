@@ -15,6 +15,7 @@ def open_accelerator(device: str, precision: str) -> Any:
     """One for several processes (``accelerate launch``), a GPU or bfloat16; None otherwise."""
     import torch
 
+    from draftwood.target.load import usable_device
     from draftwood.train.precision import has_fast_bfloat16
 
     if precision not in PRECISIONS:
@@ -22,6 +23,8 @@ def open_accelerator(device: str, precision: str) -> Any:
             f"expected {', '.join(map(repr, PRECISIONS))}, got {precision!r}",
             param_hint="--precision",
         )
+    if device not in ("auto", "cpu"):
+        usable_device(device)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     on_gpu = torch.cuda.is_available() and device != "cpu"
     low = precision == "bfloat16"

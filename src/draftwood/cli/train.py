@@ -326,7 +326,9 @@ def _kind(drafter: str) -> str:
     from draftwood.draft.independent_config import is_independent
     from draftwood.draft.load import read_config
 
-    alone = drafter != "shipped" and is_independent(read_config(drafter, None))
+    alone = drafter != "shipped" and is_independent(
+        read_config(drafter, None, or_one_of=("shipped",))
+    )
     return "independent" if alone else "dflash"
 
 

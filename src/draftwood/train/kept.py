@@ -57,6 +57,9 @@ def differences(kept: Any, now: Any, name: str = "") -> Iterator[str]:
     elif isinstance(kept, list) and isinstance(now, list) and len(kept) == len(now):
         for old, new in zip(kept, now, strict=True):
             yield from differences(old, new, name)
+    elif isinstance(kept, Mapping) or isinstance(now, Mapping):
+        old, new = ("none" if value is None else "some" for value in (kept, now))
+        yield f"{name}: {old} there, {new} given"
     elif kept != now:
         yield f"{name}: {_shown(kept)} there, {_shown(now)} given"
 

@@ -33,6 +33,10 @@ class Conversation:
     def __post_init__(self) -> None:
         if not self.turns or not all(isinstance(t, str) and t.strip() for t in self.turns):
             raise ValueError(f"a conversation needs user turns with text, got {self.turns!r}")
+        try:
+            "".join((self.system or "", *self.turns)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half a character (a lone surrogate) is no text: {error}") from error
 
     @property
     def key(self) -> str:
@@ -72,7 +76,7 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError("this is not UTF-8 text; convert the file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"this is no JSON ({error}); a line is an object with 'turns' or 'messages'"
         ) from error

@@ -27,6 +27,7 @@ from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig, Trainer
 
 _DRAFT = "draft"
+_WEIGHTS, _REPLIES = "drafter's weights", "replies"  # names of their digests
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,12 @@ class _Run:
         table = Table.load(folder, drafter)
         settings = self._settings()
         if table is not None:
+            for what in (_WEIGHTS, _REPLIES):
+                if table.settings.get(what) != settings[what]:
+                    raise ValueError(
+                        f"the {what} have changed since the pruning run in {folder} began; restore "
+                        "them, or choose another folder"
+                    )
             require_same(table.settings, settings, folder, "a pruning run")
         else:
             width = config.budget or self.teacher.config.horizon
@@ -151,8 +158,8 @@ class _Run:
         """What a continued run must repeat: all but where to stop."""
         settings = {
             **asdict(self.config),
-            "drafter's weights": checksum(find_folder(self._drafter, None)),
-            "held-out replies": _digest(self._held),
+            _WEIGHTS: checksum(find_folder(self._drafter, None)),
+            _REPLIES: _digest([*map(as_example, self._train), *self._held]),
         }
         for name in ("min_depth", "keep_tau", "speedup"):
             del settings[name]

@@ -76,8 +76,17 @@ class Table:
             table = Table(**raw, stages=[])
         except (AttributeError, KeyError, TypeError) as error:
             raise damaged(file, repr(error)) from error
+        numbers = [table.plain_s, table.verify_s]
         for index, one in enumerate(stages):
-            table.stages.append(replace(one, folder=str(folder / one.folder) if index else drafter))
+            where = str(folder / one.folder) if index else drafter
+            if index and not Path(where).is_dir():
+                raise ValueError(
+                    f"{file} names {where}, which is gone; restore it, or choose another folder"
+                )
+            table.stages.append(replace(one, folder=where))
+            numbers += [one.depth, one.tau, one.draft_s, one.speedup]
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise damaged(file, "a number is none")
         return table
 
 

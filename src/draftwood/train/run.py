@@ -20,7 +20,7 @@ from draftwood.train.grow import with_vocabulary
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective
 from draftwood.train.recipe import Recipe, default_taps, draft_config
-from draftwood.train.run_file import read_run, write_run
+from draftwood.train.run_file import HELD_OUT, read_run, write_run
 from draftwood.train.start import TrainedStart, check_masks, lend_tables, load_start
 from draftwood.train.state import HeardLog, RunLog, latest_checkpoint
 from draftwood.train.target_side import LiveSource, ResponseRow, build_store, split_rows
@@ -217,6 +217,7 @@ def _prepare_block(
 ) -> Trainer:
     """Features first, then the draft vocabulary, once for all parts of a run, then the network."""
     run.folder.mkdir(parents=True, exist_ok=True)
+    choices = {**choices, HELD_OUT: run.use.held_out_percent}
     source, validation = _sources(run, taps)
     if run.is_first and latest_checkpoint(run.folder) is None:
         write_run(run.folder, choices, choose(source))
@@ -255,6 +256,7 @@ def _prepare_independent(
             "an independent drafter is trained on the replies' tokens; set distill and tree to 0"
         )
     run.folder.mkdir(parents=True, exist_ok=True)
+    choices = {**choices, HELD_OUT: run.use.held_out_percent}
     if run.is_first and latest_checkpoint(run.folder) is None:
         write_run(run.folder, choices, None)
     run.wait()

@@ -10,6 +10,7 @@ from typing import Any
 from draftwood.train.kept import damaged, read_kept, require_same
 
 RUN = "run.json"
+HELD_OUT = "held_out_percent"
 
 
 def write_run(folder: Path, recipe: Mapping[str, Any], vocabulary: list[int] | None) -> None:
@@ -31,5 +32,6 @@ def read_run(folder: Path, recipe: Mapping[str, Any]) -> list[int] | None:
         raise damaged(file, repr(error)) from error
     wanted = json.loads(json.dumps(dict(recipe)))
     # What a newer version also writes down was not a choice then.
+    old.setdefault(HELD_OUT, wanted.get(HELD_OUT))
     require_same({name: old.get(name) for name in wanted}, wanted, folder, "a run")
     return vocabulary

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftwood.errors import DraftwoodError
+from draftwood.train.kept import damaged
 
 LOG = "log.jsonl"
 _PATTERN = "step-*.pt"
@@ -81,7 +82,10 @@ def _forget_after(log: Path, step: int) -> None:
         return
     lines = log.read_text().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    try:
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(log, repr(error)) from error
     if len(kept) < len(lines):
         partial = log.with_suffix(".partial")
         partial.write_text("".join(kept))
@@ -91,17 +95,24 @@ def _forget_after(log: Path, step: int) -> None:
 class RunLog:
     """Plain JSON lines, and TensorBoard where it is installed."""
 
-    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
-        """Go on with a log at ``step``: what it says of later steps was lost with them."""
+    def __init__(self, folder: Path, *, step: int | None = None, tensorboard: bool = True) -> None:
+        """Go on with a log at ``step``: what it says of later steps was lost with them.
+
+        Args:
+            step: None: nothing is left of what an old log says.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        _forget_after(folder / LOG, step)
+        if step is None:
+            (folder / LOG).unlink(missing_ok=True)
+        else:
+            _forget_after(folder / LOG, step)
         self._file = (folder / LOG).open("a")
         self._board: Any = None
         if tensorboard:
             with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=(step or 0) + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One record of ``kind`` (``train``, ``eval``, ``start``, …)."""

@@ -91,6 +91,15 @@ class TrainConfig:
         return Schedule(self.learning_rate, self.warmup_steps, self.max_steps, self.max_minutes)
 
 
+@dataclass
+class _Window:
+    """Steps since the last log record, their time, and the positions before them."""
+
+    begin: int
+    steps: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 class Trainer:
     """Trains one drafter in one process or in several (pass an ``accelerate.Accelerator``)."""
 
@@ -134,11 +143,11 @@ class Trainer:
             fused=True,
         )
         self.average = {k: v.clone() for k, v in self.network.state_dict().items()}
-        self._resume()
+        resumed = self._resume()
         if accelerator:
             self.objective, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
         self.log: RunLog | HeardLog | None = (
-            RunLog(folder, step=self.progress.step) if self.rank == 0 else None
+            RunLog(folder, step=self.progress.step if resumed else None) if self.rank == 0 else None
         )
         self._plan: list[PlannedBatch] = []
 
@@ -252,28 +261,35 @@ class Trainer:
         if evaluate_first and progress.step == 0:
             self.evaluate()
         evaluated = saved = progress.elapsed_s
-        window: list[dict[str, float]] = []
-        window_s, window_positions = 0.0, progress.positions
+        window = _Window(progress.positions)
         while self.schedule.progress(progress.step, progress.elapsed_s) < 1.0:
             begin = time.monotonic()
-            window.append(self.step())
+            window.steps.append(self.step())
             seconds = self._agreed(time.monotonic() - begin)
             progress.elapsed_s += seconds
-            window_s += seconds
-            if len(window) >= config.log_steps:
-                means = {k: float(np.mean([w[k] for w in window])) for k in window[0]}
-                speed = (progress.positions - window_positions) / max(window_s, 1e-9)
-                state = {"positions_per_s": speed, "block_size": float(self._block_size())}
-                self._record("train", {**means, **state, **asdict(progress)})
-                window, window_s, window_positions = [], 0.0, progress.positions
+            window.seconds += seconds
+            if len(window.steps) >= config.log_steps:
+                window = self._log(window)
             if progress.elapsed_s - evaluated > 60 * config.eval_minutes:
                 self.evaluate()
                 evaluated = progress.elapsed_s
             if progress.elapsed_s - saved > 60 * config.save_minutes:
+                window = self._log(window)  # the steps since belong to what is saved
                 self.save()
                 saved = progress.elapsed_s
+        self._log(window)
         self.save()
         return self.evaluate()
+
+    def _log(self, window: _Window) -> _Window:
+        """Record the means of some steps, if there are any; an empty window follows."""
+        progress = self.progress
+        if window.steps:
+            means = {k: float(np.mean([w[k] for w in window.steps])) for k in window.steps[0]}
+            speed = (progress.positions - window.begin) / max(window.seconds, 1e-9)
+            state = {"positions_per_s": speed, "block_size": float(self._block_size())}
+            self._record("train", {**means, **state, **asdict(progress)})
+        return _Window(progress.positions)
 
     def _agreed(self, seconds: float) -> float:
         """The slowest process's time, so that all follow one schedule."""
@@ -324,16 +340,23 @@ class Trainer:
         }
         save_checkpoint(self.folder, state, self.progress.step)
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
+        """Whether there was something to go on with."""
         file = latest_checkpoint(self.folder)
         if file is None:
-            return
+            return False
         state = load_checkpoint(file)
         self.network.load_state_dict(state["network"])
         if state["average"] is not None:
             self.average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = replace(self.progress, **state["progress"])
+        if self.progress.num_records > len(self.source):
+            raise ValueError(
+                f"the run in {self.folder} was planned with {self.progress.num_records} replies, "
+                f"now there are {len(self.source)}; restore the others, or choose another folder"
+            )
+        return True
 
 
 def _groups(network: Network, weight_decay: float) -> list[dict[str, Any]]:
