@@ -109,8 +109,15 @@ def test_concurrent_requests_share_a_record(target: Target, tmp_path: Path) -> N
         assert [one["found"] for one in findings] == ["same"] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the latter: compiled products
-def test_a_drafter_learns_nothing_from_earlier_prompts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "min_half_bytes"),
+    # compiled products in the second, and in bfloat16 where the CPU has that in the third
+    [(torch.float64, 2**20), (torch.float32, 2**20), (torch.float32, 0)],
+)
+def test_a_drafter_learns_nothing_from_earlier_prompts(
+    dtype: torch.dtype, min_half_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftwood.draft.products._MIN_HALF_BYTES", min_half_bytes)
     target = Target(tiny_model("llama", dtype=dtype), probe=False)
     network = tiny_draft_network(target)
     drafter = BlockDiffusionDrafter(network, target)
