@@ -30,7 +30,7 @@ def open_accelerator(device: str, precision: str) -> Any:
     low = precision == "bfloat16"
     if precision == "auto":
         # Each process would time for itself, while others do: a CPU is tried alone only.
-        low = has_fast_bfloat16("cuda" if on_gpu else "cpu") if on_gpu or not several else False
+        low = (on_gpu or not several) and has_fast_bfloat16("cuda" if on_gpu else "cpu")
     if not (several or on_gpu or low):
         return None
     from accelerate import Accelerator
