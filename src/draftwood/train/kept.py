@@ -22,6 +22,13 @@ def read_kept(file: Path) -> Any:
         raise damaged(file, error) from error
 
 
+def write_kept(file: Path, value: Any) -> None:
+    """Write a JSON value, whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(file)
+
+
 def damaged(file: Path, why: object) -> ValueError:
     """The error about a file that is not as it was written."""
     return ValueError(

@@ -18,7 +18,7 @@ from draftwood.train.anchors import Example
 from draftwood.train.distill import DistillObjective
 from draftwood.train.evaluate import loop_cycles
 from draftwood.train.independent import TokenSource
-from draftwood.train.kept import damaged, read_kept, require_same
+from draftwood.train.kept import damaged, read_kept, require_same, write_kept
 from draftwood.train.layer_choice import ORDERS, LayerScore, rank_layers
 from draftwood.train.prune_cost import draft_seconds, target_seconds
 from draftwood.train.prune_table import Stage, Table
@@ -201,9 +201,7 @@ class _Run:
                 student, config.order, self._held[: config.num_ranking], budget=config.budget,
                 confidence=config.confidence, seed=config.seed,
             )  # fmt: skip
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps([asdict(one) for one in ranking], indent=1) + "\n")
-            partial.replace(file)
+            write_kept(file, [asdict(one) for one in ranking])
         try:
             return LayerScore(**read_kept(file)[0])
         except (IndexError, KeyError, TypeError) as error:

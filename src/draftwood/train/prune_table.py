@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftwood.train.kept import damaged, read_kept
+from draftwood.train.kept import damaged, read_kept, write_kept
 
 TABLE = "prune.json"
 
@@ -53,9 +52,7 @@ class Table:
             if Path(one["folder"]).is_relative_to(folder):
                 one["folder"] = Path(one["folder"]).relative_to(folder).as_posix()
         raw["stages"][0]["folder"] = ""  # the drafter that the command names
-        partial = folder / f"{TABLE}.partial"
-        partial.write_text(json.dumps(raw, indent=1) + "\n")
-        partial.replace(folder / TABLE)
+        write_kept(folder / TABLE, raw)
 
     @staticmethod
     def load(folder: Path, drafter: str) -> Table | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftwood.train.kept import damaged, read_kept, require_same
+from draftwood.train.kept import damaged, read_kept, require_same, write_kept
 
 RUN = "run.json"
 HELD_OUT = "held_out_percent"
@@ -15,9 +15,7 @@ HELD_OUT = "held_out_percent"
 
 def write_run(folder: Path, recipe: Mapping[str, Any], vocabulary: list[int] | None) -> None:
     """What a continued run must repeat, and the vocabulary, which later rows must not change."""
-    partial = folder / f"{RUN}.partial"
-    partial.write_text(json.dumps({"recipe": dict(recipe), "vocabulary": vocabulary}) + "\n")
-    partial.replace(folder / RUN)
+    write_kept(folder / RUN, {"recipe": dict(recipe), "vocabulary": vocabulary})
 
 
 def read_run(folder: Path, recipe: Mapping[str, Any]) -> list[int] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from draftwood.errors import DraftwoodError
-from draftwood.train.kept import damaged, read_kept, require_same
+from draftwood.train.kept import damaged, read_kept, require_same, write_kept
 from draftwood.train.target_side import ResponseRow, read_rows
 
 PATTERN = "responses-*.jsonl"
@@ -120,9 +120,7 @@ class ShardWriter:
             return
         if any(self.folder.glob(PATTERN)):
             raise ValueError(f"{self.folder} has shards but no {SETTINGS}; choose another folder")
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(self._settings, indent=1) + "\n")
-        partial.replace(file)
+        write_kept(file, self._settings)
 
     def _repair(self) -> None:
         """Cut an incomplete last line and find the place to continue."""
