@@ -31,7 +31,8 @@ from common import RESULTS, encode_prompts, machine, save
 
 from draftwood.bench.compare import MAX_DELTA, first_divergence
 from draftwood.bench.runs import Request, rerun_row
-from draftwood.draft.load import load_drafter
+from draftwood.draft.block_diffusion import BlockDiffusionDrafter
+from draftwood.draft.checkpoint import load_draft
 from draftwood.engine import Engine
 from draftwood.sampling import SamplingParams
 from draftwood.target.load import load_target
@@ -75,9 +76,11 @@ def ask(
 
 
 def ours(target: Target, drafter: str, prompt: list[int], max_new_tokens: int) -> Decoded:
-    """One token without drafting, then chains."""
+    """One token without drafting, then chains; without the Markov head, which others lack."""
     (first,) = Engine(target).generate(prompt, SamplingParams(max_new_tokens=1))
-    engine = Engine(target, load_drafter(drafter, target), Chain())
+    _, network = load_draft(drafter, dtype=target.dtype, device=target.device)
+    network.markov = None
+    engine = Engine(target, BlockDiffusionDrafter(network, target), Chain())
     params = SamplingParams(max_new_tokens=max_new_tokens - 1)
     (rest,) = engine.generate([*prompt, *first.token_ids], params)
     return Decoded(trimmed([*first.token_ids, *rest.token_ids], target), rest.num_cycles)

@@ -115,6 +115,8 @@ def add_tensors(writer: GGUFWriter, network: DraftNetwork) -> None:
     if ids is not None:
         writer.add_tensor("d2t", ids.numpy().astype(np.int64))
     for name, value in network.state_dict().items():
+        if name.startswith("markov."):  # llama.cpp drafts from the rows alone
+            continue
         if name != "d2t":
             writer.add_tensor(gguf_name(name), value.float().contiguous().numpy())
 

@@ -29,6 +29,7 @@ from draftwood.records import CycleRecord, Output
 from draftwood.sampling import SamplingParams
 from draftwood.target import attention, cache
 from draftwood.target.model import Target
+from draftwood.train.grow import with_markov
 from draftwood.tree.budget import BudgetPolicy, Chain, Fixed, Off, parse_budget
 from draftwood.tree.tree import DraftTree
 from oracle import NoisyOracleDrafter
@@ -87,6 +88,11 @@ def drafter_of(name: str, family: str, setting: str) -> Drafter:
         return NoisyOracleDrafter(future)
     if name == "block_diffusion":
         return BlockDiffusionDrafter(tiny_draft_network(target), target)
+    if name == "markov":
+        network = with_markov(tiny_draft_network(target), 6).to(target.dtype)
+        assert network.markov is not None
+        torch.nn.init.normal_(network.markov.out.weight, generator=torch.Generator().manual_seed(1))
+        return BlockDiffusionDrafter(network, target)
     if name == "blend":
         model = BlockDiffusionDrafter(tiny_draft_network(target), target)
         return BlendDrafter(model, LookupDrafter())
@@ -137,7 +143,7 @@ def test_autoregressive_decoding_equals_transformers(family: str) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "drafter", ["none", "lookup", "oracle", "block_diffusion", "autoregressive"]
+    "drafter", ["none", "lookup", "oracle", "block_diffusion", "markov", "autoregressive"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_own(family: str, drafter: str, policy: str, setting: str) -> None:

@@ -320,6 +320,46 @@ def test_new_layers_change_nothing_before_they_are_trained(
     assert config.num_hidden_layers == len(again.layers) == count + 2
 
 
+def test_a_markov_head_changes_nothing_before_it_is_trained(
+    target: Target, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    runs = [
+        prepared(
+            target,
+            train.trained_start(folders["dflash"], target, markov_rank=rank, draft_vocab_size=50),
+            tmp_path / str(rank),
+            head_negatives=12,
+            max_steps=6,
+        )
+        for rank in (0, 6, 6)
+    ]
+    plain, grown, again = runs
+    alone, both = outputs(plain), outputs(grown)
+    assert both == [2 * value for value in alone], "rows with and without the token before"
+    before = {name: value.clone() for name, value in grown.network.state_dict().items()}
+    assert all(torch.equal(value, again.network.state_dict()[k]) for k, value in before.items())
+    grown.run()
+    after = grown.network.state_dict()
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert {name for name in before if name.startswith("markov.")} <= moved, "all of it learns"
+    assert any(name.startswith("layers.") for name in moved)
+    config, _ = load_draft(tmp_path / "6" / "draft")
+    assert (config.markov_rank, config.draft_vocab_size) == (6, 50)
+    # a drafter that has one goes on with it
+    start = train.trained_start(tmp_path / "6" / "draft", target)
+    assert prepared(target, start, tmp_path / "on").network.config.markov_rank == 6  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="rank 6"):
+        train.trained_start(tmp_path / "6" / "draft", target, markov_rank=4)
+
+
+def test_a_new_drafter_may_have_a_markov_head(target: Target, tmp_path: Path) -> None:
+    recipe = train.Recipe(mask_token_id=2, block_size=4, draft_vocab_size=None, markov_rank=5)
+    config = train.TrainConfig(**{**vars(CONFIG), "max_steps": 2})
+    found = train.train_drafter(target.model, ROWS, tmp_path, recipe, config, use=USE)
+    assert found["all"].tau(8) >= 1.0
+    assert load_draft(tmp_path / "draft")[0].markov_rank == 5
+
+
 def outputs(run: train.Trainer) -> list[float]:
     """What a drafter achieves, and the sum of its normed block states on one batch."""
     batch, head, _ = run._next(4)
@@ -377,11 +417,14 @@ def test_what_grows_must_be_repeated_and_fit(
         with pytest.raises(ValueError, match="other settings"):
             prepared(target, train.trained_start(folders["dflash"], target, **other), tmp_path)
     prepared(target, train.trained_start(folders["dflash"], target, add_layers=1), tmp_path)
-    for wrong in ({"add_layers": -1}, {"draft_vocab_size": 0}, {"draft_vocab_size": VOCAB + 1}):
+    for wrong in (
+        {"add_layers": -1}, {"draft_vocab_size": 0}, {"draft_vocab_size": VOCAB + 1},
+        {"markov_rank": -1},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"must (be|have)"):
             train.trained_start(folders["dflash"], target, **wrong)
     for kind in KINDS[1:]:
-        for change in ({"add_layers": 1}, {"draft_vocab_size": 20}):
+        for change in ({"add_layers": 1}, {"draft_vocab_size": 20}, {"markov_rank": 4}):
             with pytest.raises(ValueError, match="independent"):
                 train.trained_start(folders[kind], target, **change)
 

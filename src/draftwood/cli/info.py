@@ -141,6 +141,7 @@ def drafter_facts(name: str) -> Facts:
         "hidden size": f"{config.hidden_size} (target's: {config.target_hidden_size})",
         "vocabulary": f"{config.vocab_size}, head {config.head_size}",
         "mask token": str(config.mask_token_id),
+        "Markov head": f"rank {config.markov_rank}" if config.markov_rank else "none",
         "embeddings": "own" if config.own_embeddings else "the target's",
         "head": "own" if config.own_head else "the target's",
         "parameters": f"{sum(weight.numel() for weight in network.parameters()) / 1e6:.1f} M",

@@ -26,7 +26,7 @@ _SHAPE = (
     "kind", "body", "layers", "taps", "block_size", "mask_token", "warm", "borrow",
 )  # fmt: skip
 # Options that say nothing about a drafter of the other kind.
-_OF_DFLASH = ("taps", "distill", "draft_vocab", "cache", "add_layers")
+_OF_DFLASH = ("taps", "distill", "draft_vocab", "cache", "add_layers", "markov_rank")
 _OF_INDEPENDENT = ("body", "borrow", "ar_weight")
 
 
@@ -47,7 +47,7 @@ def train(
             metavar="FOLDER",
             rich_help_panel=DRAFTER,
             help="Go on with a trained drafter of either kind, or 'shipped'; its shape stays, but "
-            "for --add-layers and --draft-vocab.",
+            "for --add-layers, --draft-vocab and --markov-rank.",
         ),
     ] = None,
     add_layers: Annotated[
@@ -99,6 +99,14 @@ def train(
             min=0, rich_help_panel=DRAFTER, help="Most frequent tokens to draft; 0 drafts all."
         ),
     ] = 8192,
+    markov_rank: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=DRAFTER,
+            help="Width of a head that conditions each position on the token before; 0 for none.",
+        ),
+    ] = 0,
     mask_token: Annotated[
         str | None,
         typer.Option(
@@ -265,6 +273,7 @@ def train(
         recipe = trained_start(
             init, model, add_layers=add_layers,
             draft_vocab_size=draft_vocab if _is_given(context, "draft_vocab") else None,
+            markov_rank=markov_rank,
         )  # fmt: skip
     elif alone:
         mask = _mask_token(model, mask_token, rows)
@@ -276,7 +285,7 @@ def train(
         mask = _mask_token(model, mask_token, rows)
         recipe = Recipe(
             mask_token_id=mask, layers=own_layers or (0, -1), taps=own_taps or None,
-            block_size=block_size or 8, warm=warm, seed=seed,
+            block_size=block_size or 8, warm=warm, seed=seed, markov_rank=markov_rank,
             draft_vocab_size=draft_vocab if 0 < draft_vocab < model.vocab_size else None,
         )  # fmt: skip
     if not recipe.can_sample_head:  # it is the target's, all of it

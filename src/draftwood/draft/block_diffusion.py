@@ -12,6 +12,7 @@ from draftwood.draft.block_pass import BlockPass
 from draftwood.draft.block_ranking import BlockRanking
 from draftwood.draft.checkpoint import check_compatible
 from draftwood.draft.context_cache import ContextCache
+from draftwood.draft.markov import MarkovTables
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.ranking import Ranked
 from draftwood.draft.steering import Columns
@@ -77,12 +78,18 @@ class BlockDiffusionDrafter:
         head = own_head.weight if own_head is not None else target.output_embeddings()
         self._table, head = table.detach(), head.detach()
         self._mask_row = self._embed([config.mask_token_id])
+        columns = Columns(len(head), target.vocab_size, network.target_ids(), device=head.device)
+        markov = None
+        if network.markov is not None:
+            rows = self._embed(columns.token_ids.tolist())
+            markov = MarkovTables.of(network.markov, rows, head[: len(rows)], config.logit_scale)
         self._ranking = BlockRanking(
             head,
-            Columns(len(head), target.vocab_size, network.target_ids(), device=head.device),
+            columns,
             use_noise=use_noise,
             scale=config.logit_scale,
             softcap=config.logit_softcap,
+            markov=markov,
         )
         self._states: dict[int, _State] = {}
 

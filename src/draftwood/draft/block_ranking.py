@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draftwood.draft.base import DraftContext, DraftLimits
+from draftwood.draft.markov import MarkovTables
 from draftwood.draft.products import product
 from draftwood.draft.ranking import Ranked, Ranker
 from draftwood.draft.steering import Columns
 from draftwood.tree.enumerate import top_prefixes_from_candidates
+from draftwood.tree.markov_first import markov_prefixes
 from draftwood.tree.tree import ScoredPrefixes
 
 # On CPU the head costs as much as the rest of the pass; its deeper rows are computed only where
@@ -18,6 +20,13 @@ from draftwood.tree.tree import ScoredPrefixes
 _FIRST_DEPTHS = 8
 # Learning costs a hundredth of a cycle; a few weights are soon known well enough to do it less.
 _EAGER, _ONE_IN = 64, 4
+# Candidates of a depth that a Markov head tells apart: enough for a chain, and at most.
+_FEW, _MANY = 16, 64
+
+
+def num_candidates(max_nodes: int, head_size: int) -> int:
+    """Tokens of every depth that prefixes are made of where a Markov head conditions them."""
+    return min(max(max_nodes, _FEW), _MANY, head_size)
 
 
 class BlockRanking:
@@ -28,6 +37,7 @@ class BlockRanking:
         columns: what the columns of the logits stand for.
         use_noise: at temperature > 0, rank by the request's noise too (see ``ranking``).
         scale, softcap: applied to the logits.
+        markov: conditions every depth after the first on the token before; None without it.
     """
 
     def __init__(
@@ -38,10 +48,12 @@ class BlockRanking:
         use_noise: bool = True,
         scale: float = 1.0,
         softcap: float | None = None,
+        markov: MarkovTables | None = None,
     ) -> None:
         self._head, self._scale, self._softcap = product(head), scale, softcap
         self._like = head[:0]
         self._ranker = Ranker(columns, use_noise=use_noise)
+        self._markov = markov
         self._num_lessons = 0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -90,6 +102,8 @@ class BlockRanking:
             max_depths: [S] deepest prefix of each context.
             logits: [S, r, V] scores of the first rows, where they are already known.
         """
+        if self._markov is not None:
+            return self._conditioned(self._markov, hidden, contexts, limits, max_depths)
         depth = hidden.shape[1]
         if logits is None or logits.shape[1] == 0:
             few = hidden.device.type == "cpu" and limits.max_width != 1
@@ -111,6 +125,33 @@ class BlockRanking:
         for part in ranked:
             above = part.depths[0] - 1
             self._ranker.learn(part, picks[above : above + len(part.depths)])
+
+    def _conditioned(
+        self,
+        markov: MarkovTables,
+        hidden: torch.Tensor,
+        contexts: Sequence[DraftContext],
+        limits: DraftLimits,
+        max_depths: Sequence[int],
+    ) -> tuple[ScoredPrefixes, list[tuple[Ranked, ...]]]:
+        """``best`` where the rows alone name the candidates, and pairs of them have a score."""
+        logits = self.logits(hidden)
+        width = DraftLimits(num_candidates(limits.max_nodes, logits.shape[-1]))
+        ranked = self._rank(logits, 0, contexts, width)
+        found = []
+        for rows, one, max_depth in zip(hidden, ranked, max_depths, strict=True):
+            later = self._ranker.after(
+                one, markov.shifts(rows[1:], one.columns[:-1], one.columns[1:])
+            )
+            first = one.log_probs[0].numpy(force=True)
+            found.append(
+                markov_prefixes(
+                    first, later.numpy(force=True), one.token_ids.numpy(force=True),
+                    limits.max_nodes, max_width=limits.max_width, max_depth=max_depth,
+                )
+            )  # fmt: skip
+        scored = found[0] if len(found) == 1 else ScoredPrefixes.stack(found)
+        return scored, [(one,) for one in ranked]
 
     def _rank(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 
 from draftwood.draft.config import DraftConfig, config_to_json, parse_config
@@ -21,10 +21,14 @@ from draftwood.draft.network import DraftNetwork
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MARKOV = "markov_head.st"
+"""Weights of a Markov head (safetensors). Other engines read every ``*.safetensors`` of a folder
+and refuse weights they do not know; without this one it is a plain DFlash drafter to them."""
 
 # Written by speculators for its own use; the drafter needs none of them.
 _IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _MAP = "d2t"
+_OURS = "markov."
 
 
 def load_draft(
@@ -52,6 +56,8 @@ def load_draft(
     folder = find_folder(path, revision)
     raw = read_json(folder / CONFIG)
     weights = read_weights(folder)
+    if (folder / MARKOV).is_file():
+        weights |= _tensors(folder / MARKOV)
     config = parse_config(
         raw,
         has_embeddings="embed_tokens.weight" in weights,
@@ -88,7 +94,9 @@ def save_draft(
     state = weights.state_dict() if isinstance(weights, DraftNetwork) else weights
     tensors = on_disk(state, dtype)
     raw = {**config_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
-    return write_folder(path, raw, tensors, extra_files)
+    ours = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_OURS)}
+    extra = {**({MARKOV: save(ours)} if ours else {}), **(extra_files or {})}
+    return write_folder(path, raw, tensors, extra)
 
 
 def on_disk(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -193,7 +201,7 @@ def find_folder(path: str | os.PathLike[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors"]
+        patterns = ["*.json", "*.safetensors", MARKOV]
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise ValueError(
@@ -232,12 +240,16 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{folder} has no {file.name}; copy or train the drafter again")
-        try:
-            with safe_open(file, framework="pt") as handle:
-                weights.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged ({error}); copy it again") from error
+        weights.update(_tensors(file))
     return {name: value for name, value in weights.items() if name not in _IGNORED}
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); copy it again") from error
 
 
 def check_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from draftwood.draft.rope import RopeConfig
 
+SECTION = "draftwood"
+KIND = "dflash"
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -46,6 +48,7 @@ class DraftConfig:
         max_position_embeddings: longest position it was made for.
         own_embeddings, own_head: whether the checkpoint has these tables or borrows the target's.
         embedding_scale, logit_scale, logit_softcap: factors on block embeddings and logits.
+        markov_rank: width of the Markov head (see ``markov``), 0 without one.
     """
 
     hidden_size: int
@@ -73,6 +76,7 @@ class DraftConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         check_block(self.block_size, self.mask_token_id, self.vocab_size)
@@ -80,6 +84,11 @@ class DraftConfig:
         if not taps or any(tap < 0 for tap in taps) or len(set(taps)) != len(taps):
             raise ValueError(f"target_layer_ids must be distinct layers ≥ 0, got {list(taps)}")
         check_heads(self.num_attention_heads, self.num_key_value_heads)
+        if self.markov_rank < 0 or (self.markov_rank and self.logit_softcap is not None):
+            raise ValueError(
+                f"markov_rank must be ≥ 0, and 0 with a logit_softcap, got {self.markov_rank} and "
+                f"{self.logit_softcap}"
+            )
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -194,6 +203,7 @@ def parse_config(raw: Mapping[str, Any], *, has_embeddings: bool, has_head: bool
         embedding_scale=float(extra.get("input_embedding_scale") or 1.0),
         logit_scale=float(extra.get("output_multiplier") or layer.get("logit_scale") or 1.0),
         logit_softcap=_optional_float(extra.get("final_logit_softcapping")),
+        markov_rank=_markov_rank(raw.get(SECTION)),
     )
 
 
@@ -243,7 +253,22 @@ def config_to_json(config: DraftConfig) -> dict[str, Any]:
         raw["target_hidden_size"] = config.target_hidden_size
     if config.draft_vocab_size is not None:
         raw["draft_vocab_size"] = config.draft_vocab_size
+    if config.markov_rank:
+        raw[SECTION] = {"kind": KIND, "markov_rank": config.markov_rank}
     return raw
+
+
+def _markov_rank(section: Any) -> int:
+    """From our own section, which other loaders of the layout do not read."""
+    if section is None:
+        return 0
+    rank = section.get("markov_rank") if isinstance(section, Mapping) else None
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(
+            f"the {SECTION!r} section of config.json needs a markov_rank ≥ 1, got {section!r}; "
+            "restore the file, or leave the section out to draft without its Markov head"
+        )
+    return rank
 
 
 def _need(raw: Mapping[str, Any], key: str) -> Any:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftwood.draft.config import check_block, check_heads
+from draftwood.draft.config import KIND as DFLASH
+from draftwood.draft.config import SECTION, check_block, check_heads
 from draftwood.draft.rope import RopeConfig
 
-SECTION = "draftwood"
 KIND = "independent"
 
 # Model types whose layers are RMS norms, rotary attention without window, and SwiGLU.
@@ -158,12 +158,13 @@ def is_independent(raw: Mapping[str, Any]) -> bool:
     section = raw.get(SECTION)
     if section is None:
         return False
-    if not isinstance(section, Mapping) or section.get("kind") != KIND:
+    kind = section.get("kind") if isinstance(section, Mapping) else None
+    if kind not in (KIND, DFLASH):
         raise ValueError(
-            f"config.json has a {SECTION!r} section that is not of kind {KIND!r}: {section!r}; "
-            "restore the file"
+            f"config.json has a {SECTION!r} section that is not of kind {KIND!r} or {DFLASH!r}: "
+            f"{section!r}; restore the file"
         )
-    return True
+    return kind == KIND
 
 
 def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:

@@ -19,6 +19,7 @@ from torch import nn
 
 from draftwood.draft.config import DraftConfig
 from draftwood.draft.layers import Layer, LayerKV, Linear, RMSNorm, project
+from draftwood.draft.markov import MarkovHead
 
 NO_POSITION = 2**31 - 1
 """Position of padding in ``key_positions``: never before an anchor, hence never attended to."""
@@ -45,6 +46,9 @@ class DraftNetwork(nn.Module):
         self.lm_head: Linear | None = None
         if config.own_head:
             self.lm_head = Linear(config.hidden_size, config.head_size, bias=False)
+        self.markov: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov = MarkovHead(config.hidden_size, config.markov_rank, config.rms_norm_eps)
         self.d2t: torch.Tensor | None
         self.register_buffer(
             "d2t", torch.zeros(config.head_size, dtype=torch.int64) if config.reduced else None
@@ -75,10 +79,25 @@ class DraftNetwork(nn.Module):
         rows = F.embedding(token_ids, table).to(self.fc.weight.dtype)
         return rows if self.config.embedding_scale == 1.0 else rows * self.config.embedding_scale
 
+    def after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., B − 1, H] that know the tokens before them, by the Markov head.
+
+        Args:
+            hidden: [..., B − 1, H] normed rows.
+            token_ids: [..., B − 1] target ids that the rows stand for; the last one is not read.
+                The first row has the anchor in its block and stays.
+        """
+        assert self.markov is not None
+        later = self.markov(hidden[..., 1:, :], self.embed(token_ids[..., :-1]))
+        return torch.cat([hidden[..., :1, :], later.to(hidden.dtype)], dim=-2)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores [..., head_size] of normed hidden states; columns are *draft* ids."""
-        weight = self.lm_head.weight if self.lm_head is not None else self._borrowed("output")
-        return self.shape_logits(project(hidden, weight.to(hidden.dtype)))
+        return self.shape_logits(project(hidden, self.head_weight().to(hidden.dtype)))
+
+    def head_weight(self) -> torch.Tensor:
+        """[head_size, H] its own or the target's."""
+        return self.lm_head.weight if self.lm_head is not None else self._borrowed("output")
 
     def shape_logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Scale and softcap raw head outputs."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from draftwood.draft.base import DraftContext
+from draftwood.draft.markov import conditional
 from draftwood.draft.noise_rows import NoiseRows
 from draftwood.draft.online_fit import OnlineFit
 from draftwood.draft.steering import Columns, steered, truncation_edge
@@ -41,7 +42,7 @@ class Ranked:
 
     Attributes:
         log_probs: [R, K] log r of the candidates, in decreasing order; float64.
-        token_ids: [R, K] their target token ids.
+        columns, token_ids: [R, K] their columns of the logits and target token ids.
         features: what the score of each column is a weighted sum of, each [R, V].
         probs: [R, V] r, not yet divided by ``norm``.
         norm: [R, 1] their sums.
@@ -50,6 +51,7 @@ class Ranked:
     """
 
     log_probs: torch.Tensor
+    columns: torch.Tensor
     token_ids: torch.Tensor
     features: tuple[torch.Tensor, ...]
     probs: torch.Tensor
@@ -103,7 +105,18 @@ class Ranker:
         norm = probs.sum(dim=1, keepdim=True)
         log_probs = (values - values[:, :1]).double().sub_(norm.double().log_()).clamp_(max=0.0)
         token_ids = self._columns.token_ids[at]
-        return Ranked(log_probs, token_ids, features, probs, norm, depths, params.temperature)
+        return Ranked(log_probs, at, token_ids, features, probs, norm, depths, params.temperature)
+
+    def after(self, ranked: Ranked, shifts: torch.Tensor) -> torch.Tensor:
+        """[R − 1, K, K] log r of each candidate after each candidate of the row before.
+
+        Args:
+            shifts: [R − 1, K, K] what the logits of rows 2 … gain by the token before.
+        """
+        scale = self.weights(ranked.temperature, len(ranked.features), ranked.depths)[1:, 0]
+        scale = scale / (ranked.temperature or 1.0)
+        weights = torch.from_numpy(scale).to(shifts.device)[:, None, None]
+        return conditional(ranked.log_probs[1:], shifts.double() * weights)
 
     def learn(self, ranked: Ranked, token_ids: Sequence[int], first_row: int = 0) -> None:
         """Take in that the target picked ``token_ids`` where row ``first_row`` and on predicted."""

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftwood.draft.block_ranking import num_candidates
+from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.draft.markov import MarkovTables
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
+from draftwood.train.conditionals import conditionals
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
 from draftwood.train.networks import Network, block_hidden, device_of
 from draftwood.train.prefixes import best_prefixes
@@ -58,10 +62,11 @@ def evaluate(
         examples: greedy responses of the target with its features.
     """
     parts: dict[str, list[Replay]] = {}
+    tables = markov_tables(network)
     for example in examples:
         if example.num_anchors == 0:
             continue
-        one = replay(network, example, budgets)
+        one = replay(network, example, budgets, tables)
         for name in ("all", example.domain or "other"):
             parts.setdefault(name, []).append(one)
     return {name: _summary(replays, budgets) for name, replays in parts.items()}
@@ -84,8 +89,18 @@ class Replay:
 
 
 @torch.no_grad()
-def replay(network: Network, example: Example, budgets: Sequence[int]) -> Replay:
-    """Draft at every anchor of a response in one packed pass, then follow the loop."""
+def replay(
+    network: Network,
+    example: Example,
+    budgets: Sequence[int],
+    tables: MarkovTables | None = None,
+) -> Replay:
+    """Draft at every anchor of a response in one packed pass, then follow the loop.
+
+    Args:
+        tables: ``markov_tables(network)``, if the caller has them.
+    """
+    tables = tables or markov_tables(network)
     to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
     hidden, batch = anchor_hidden(network, example)
     labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
@@ -96,7 +111,12 @@ def replay(network: Network, example: Example, budgets: Sequence[int]) -> Replay
     for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
         log_probs = network.logits(rows).float().log_softmax(dim=-1)
         right += (log_probs.argmax(-1) == wanted).sum(0)
-        for budget, lengths in accepted_lengths(log_probs, wanted, budgets).items():
+        found = (
+            accepted_lengths(log_probs, wanted, budgets)
+            if tables is None
+            else conditional_lengths(log_probs, rows, wanted, tables, budgets)
+        )
+        for budget, lengths in found.items():
             accepted[budget].append(lengths)
     cycles = {budget: count_cycles(np.concatenate(parts)) for budget, parts in accepted.items()}
     return Replay(len(labels), right.cpu(), batch.valid[0].sum(0).cpu(), cycles)
@@ -109,8 +129,9 @@ def loop_cycles(network: Network, example: Example, budget: int) -> int:
     For the chain the head, most of a small drafter's time, runs only on rows whose earlier rows
     are right; others cannot be accepted.
     """
-    if budget != CHAIN:
-        return replay(network, example, (budget,)).cycles[budget]
+    tables = markov_tables(network)
+    if budget != CHAIN or tables is not None:
+        return replay(network, example, (budget,), tables).cycles[budget]
     to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
     hidden, batch = anchor_hidden(network, example)
     labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
@@ -186,6 +207,45 @@ def accepted_lengths(
             bound = best[:, min(budget, best.shape[1]) - 1, None]
             inside = (path >= bound) & torch.isfinite(path)
         result[budget] = inside.long().cumprod(dim=1).sum(dim=1).cpu().numpy()
+    return result
+
+
+@torch.no_grad()
+def markov_tables(network: Network) -> MarkovTables | None:
+    """Of a network with a Markov head."""
+    if isinstance(network, IndependentNetwork) or network.markov is None:
+        return None
+    ids = network.target_ids()
+    ids = torch.arange(network.config.head_size) if ids is None else ids
+    return MarkovTables.of(
+        network.markov, network.embed(ids), network.head_weight(), network.config.logit_scale
+    )
+
+
+def conditional_lengths(
+    log_probs: torch.Tensor,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    tables: MarkovTables,
+    budgets: Sequence[int],
+) -> dict[int, IntArray]:
+    """``accepted_lengths`` where each depth is conditioned on the token of the one before.
+
+    As in the loop, a tree of n nodes is made of the ``num_candidates(n)`` best tokens of every
+    depth by the marginals.
+
+    Args:
+        hidden: [A, L, H] the rows of ``log_probs``.
+    """
+    result = {}
+    by_width: dict[int, list[int]] = {}
+    for budget in budgets:
+        by_width.setdefault(num_candidates(budget or 1, log_probs.shape[-1]), []).append(budget)
+    for width, of_width in by_width.items():
+        table = conditionals(log_probs, hidden, tables, width)
+        for budget in of_width:
+            lengths = table.chain(labels) if budget == CHAIN else table.tree(labels, budget)
+            result[budget] = lengths.cpu().numpy()
     return result
 
 

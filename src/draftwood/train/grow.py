@@ -1,4 +1,4 @@
-"""A trained drafter with more layers or another draft vocabulary that still knows what it knew."""
+"""A trained drafter with more parts or another draft vocabulary that still knows what it knew."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ def with_layers(network: DraftNetwork, count: int) -> DraftNetwork:
             silent = is_new and part.startswith(_OUTPUTS)
             state[f"layers.{index}.{part}"] = torch.zeros_like(old[name]) if silent else old[name]
     grown.load_state_dict(state)
+    return grown
+
+
+def with_markov(network: DraftNetwork, rank: int) -> DraftNetwork:
+    """The same drafter with a Markov head of this rank that changes nothing yet."""
+    grown = DraftNetwork(replace(network.config, markov_rank=rank))
+    assert grown.markov is not None
+    grown.markov.reset()
+    grown.load_state_dict(network.state_dict(), strict=False)
     return grown
 
 

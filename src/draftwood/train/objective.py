@@ -143,7 +143,11 @@ class Objective(nn.Module):
 
 
 class BlockObjective(Objective):
-    """Block denoising of a DFlash drafter."""
+    """Block denoising of a DFlash drafter.
+
+    With a Markov head rows that know the token before have a loss of the same weight. That of the
+    rows alone stays: they choose the candidates.
+    """
 
     network: DraftNetwork
 
@@ -162,7 +166,11 @@ class BlockObjective(Objective):
         """The fields of ``LossTerms`` for a batch, through all of the head or a sample of it."""
         hidden = block_hidden(self.network, batch)
         terms = self._loss(hidden, batch, head)
-        return terms.total, terms.weight, terms.correct, terms.counted
+        if self.network.markov is None:
+            return terms.total, terms.weight, terms.correct, terms.counted
+        follow = self._loss(self.network.after(hidden, batch.labels), batch, head)
+        total, weight = terms.total + follow.total, terms.weight + follow.weight
+        return total, weight, terms.correct, terms.counted
 
     def _loss(self, hidden: torch.Tensor, batch: BlockBatch, head: HeadSample | None) -> LossTerms:
         network = self.network

@@ -37,6 +37,7 @@ class Recipe:
         draft_vocab_size: rows of a reduced head, None to use the target's whole head.
         num_key_value_heads: None gives every query head its own, so that values are as wide as
             the hidden state: with few layers they are all a block learns of its context.
+        markov_rank: width of a Markov head, 0 for none.
         warm: copy target layers; False starts from noise.
         seed: of the random part of the weights.
     """
@@ -47,6 +48,7 @@ class Recipe:
     block_size: int = 8
     draft_vocab_size: int | None = 8192
     num_key_value_heads: int | None = None
+    markov_rank: int = 0
     warm: bool = True
     seed: int = 0
 
@@ -110,6 +112,7 @@ def draft_config(target: Any, recipe: Recipe, *, attention_bias: bool) -> DraftC
         draft_vocab_size=recipe.draft_vocab_size,
         own_embeddings=False,
         own_head=recipe.draft_vocab_size is not None,
+        markov_rank=recipe.markov_rank,
     )
 
 
@@ -142,6 +145,8 @@ def build_drafter(
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
+        if network.markov is not None:
+            network.markov.reset()
     inputs = model.get_input_embeddings().weight  # type: ignore[operator]
     outputs = model.get_output_embeddings().weight  # type: ignore[operator]
     network.borrow(inputs, outputs)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from draftwood.draft.checkpoint import CONFIG, check_compatible, find_folder, load_draft
+from draftwood.draft.checkpoint import CONFIG, MARKOV, check_compatible, find_folder, load_draft
 from draftwood.draft.config import DraftConfig
 from draftwood.draft.independent_checkpoint import check_fits, load_independent
 from draftwood.draft.independent_config import IndependentConfig, is_independent
@@ -19,7 +19,7 @@ from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.load import read_config, shipped_folder
 from draftwood.draft.network import DraftNetwork
 from draftwood.target.model import Target
-from draftwood.train.grow import with_layers
+from draftwood.train.grow import with_layers, with_markov
 from draftwood.train.networks import Network
 from draftwood.train.target_side import ResponseRow
 
@@ -35,6 +35,8 @@ class TrainedStart:
         add_layers: layers that it gets, see ``grow.with_layers``.
         draft_vocab_size: tokens of a draft vocabulary chosen anew from the replies, see
             ``grow.with_vocabulary``; None keeps its own.
+        markov_rank: width of a Markov head that it gets, see ``grow.with_markov``; 0 keeps what
+            it has.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class TrainedStart:
     config: DraftConfig | IndependentConfig
     add_layers: int = 0
     draft_vocab_size: int | None = None
+    markov_rank: int = 0
 
     @property
     def mask_token_id(self) -> int:
@@ -60,6 +63,7 @@ class TrainedStart:
             "init": self.checksum,
             "add_layers": self.add_layers or None,
             "draft_vocab_size": self.draft_vocab_size,
+            "markov_rank": self.markov_rank or None,
         }
 
 
@@ -69,6 +73,7 @@ def trained_start(
     *,
     add_layers: int = 0,
     draft_vocab_size: int | None = None,
+    markov_rank: int = 0,
 ) -> TrainedStart:
     """The start of a run that goes on with the weights of ``drafter``.
 
@@ -78,6 +83,7 @@ def trained_start(
         add_layers: layers to add to a DFlash drafter; at first they change nothing.
         draft_vocab_size: choose a draft vocabulary of this size anew, for a DFlash drafter; None
             keeps the one it has.
+        markov_rank: give a DFlash drafter that has none a Markov head of this width.
 
     Raises:
         ValueError: there is no such drafter, it does not fit the target, or it is an independent
@@ -90,11 +96,19 @@ def trained_start(
             f"a new draft vocabulary must have 1 to {target.vocab_size} tokens, got "
             f"{draft_vocab_size}; leave it out to keep the one that the drafter has"
         )
+    if markov_rank < 0:
+        raise ValueError(f"markov_rank must be ≥ 0, got {markov_rank}; 0 keeps what there is")
     found = trained_folder(drafter, target)
     config = load_fitting(found, target).config
-    if isinstance(config, IndependentConfig) and (add_layers or draft_vocab_size is not None):
-        raise ValueError("an independent drafter cannot get other layers or another vocabulary")
-    return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size)
+    if isinstance(config, IndependentConfig):
+        if add_layers or draft_vocab_size is not None or markov_rank:
+            raise ValueError("an independent drafter cannot get layers, a vocabulary or a head")
+    elif markov_rank and config.markov_rank not in (0, markov_rank):
+        raise ValueError(
+            f"the drafter has a Markov head of rank {config.markov_rank}, it cannot get one of "
+            f"rank {markov_rank}; leave markov_rank out to go on with it"
+        )
+    return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size, markov_rank)
 
 
 def trained_folder(drafter: str | os.PathLike[str], target: Target) -> Path:
@@ -145,6 +159,9 @@ def load_start(start: TrainedStart, model: nn.Module, device: torch.device | str
     if start.add_layers:
         assert isinstance(network, DraftNetwork)
         network = with_layers(network, start.add_layers)
+    if start.markov_rank and not network.config.markov_rank:  # type: ignore[union-attr]
+        assert isinstance(network, DraftNetwork)
+        network = with_markov(network, start.markov_rank)
     lend_tables(network, model)
     return network
 
@@ -172,7 +189,8 @@ def check_masks(mask: int, rows: Iterable[ResponseRow]) -> None:
 def checksum(folder: Path) -> str:
     """Of the files that make a drafter: its configuration and its weights."""
     digest = hashlib.sha256()
-    for file in [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]:
+    ours = [folder / MARKOV] if (folder / MARKOV).is_file() else []
+    for file in [folder / CONFIG, *sorted(folder.glob("*.safetensors")), *ours]:
         with file.open("rb") as handle:
             for part in iter(lambda: handle.read(2**20), b""):
                 digest.update(part)
