@@ -103,6 +103,7 @@ def test_prefixes_equal_brute_force(
 def test_shallow_and_impossible_prefixes() -> None:
     first, later = np.log([0.7, 0.3]), np.full((2, 2, 2), -np.inf)
     later[0, 0, 1] = 0.0
+    later[0, 1, 0] = np.nan
     ids = np.array([[5, 6], [7, 8], [9, 10]])
     found = markov_prefixes(first, later, ids, 9)
     assert paths(found, 0) == [(5,), (5, 8), (6,)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from heapq import heappop, heappush, heapreplace
+from math import inf
 
 import numpy as np
 
@@ -78,19 +80,22 @@ def markov_prefixes(
 
 
 class _Rows:
-    """Candidates after each candidate, the best first; sorted when they are asked for."""
+    """Candidates after each candidate, the best first; lists are made when they are asked for."""
 
     def __init__(self, first: FloatArray, later: FloatArray, max_width: int | None) -> None:
-        self._first, self._later, self._width = first, later, max_width
-        self._sorted: dict[tuple[int, int], _Row] = {}
+        costs = -first[None], -later
+        for part in costs:
+            part[np.isnan(part)] = inf
+        self._costs = costs[0], *costs[1]
+        self._orders = [costs.argsort(axis=-1)[:, :max_width] for costs in self._costs]
+        self._known: dict[tuple[int, int], _Row] = {}
 
     def at(self, depth: int, column: int) -> _Row:
         """(columns, costs) at a depth from 0, after ``column`` of the depth before."""
-        key = (depth, column)
-        if key not in self._sorted:
-            log_probs = self._later[depth - 1, column] if depth else self._first
-            order = np.argsort(-log_probs, kind="stable")[: self._width]
-            values = log_probs[order]
-            count = int(np.isfinite(values).sum())
-            self._sorted[key] = order[:count].tolist(), (-values[:count]).tolist()
-        return self._sorted[key]
+        row = self._known.get((depth, column))
+        if row is None:
+            order = self._orders[depth][column]
+            costs = self._costs[depth][column, order].tolist()
+            row = order.tolist(), costs[: bisect_left(costs, inf)]
+            self._known[depth, column] = row
+        return row
