@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.markov import MarkovTables, conditional
 from draftwood.train.loss import UNKNOWN
+from draftwood.train.networks import Network, device_of
 
 _TIE = 1e-9  # the same sum in another order
 
@@ -73,6 +75,19 @@ class Conditionals:
             found.append(beam)
         every = torch.cat(found, dim=-1)
         return every.topk(min(budget, every.shape[1]), dim=-1).values[:, -1]
+
+
+@torch.no_grad()
+def markov_tables(network: Network) -> MarkovTables | None:
+    """Of a network with a Markov head, None for any other."""
+    if isinstance(network, IndependentNetwork) or network.markov is None:
+        return None
+    ids = network.target_ids()
+    if ids is None:
+        ids = torch.arange(network.config.head_size, device=device_of(network))
+    return MarkovTables.of(
+        network.markov, network.embed(ids), network.head_weight(), network.config.logit_scale
+    )
 
 
 @torch.no_grad()

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from draftwood.draft.block_ranking import num_candidates
-from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.markov import MarkovTables
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
-from draftwood.train.conditionals import conditionals
+from draftwood.train.conditionals import conditionals, markov_tables
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
 from draftwood.train.networks import Network, block_hidden, device_of
 from draftwood.train.prefixes import best_prefixes
@@ -208,18 +207,6 @@ def accepted_lengths(
             inside = (path >= bound) & torch.isfinite(path)
         result[budget] = inside.long().cumprod(dim=1).sum(dim=1).cpu().numpy()
     return result
-
-
-@torch.no_grad()
-def markov_tables(network: Network) -> MarkovTables | None:
-    """Of a network with a Markov head."""
-    if isinstance(network, IndependentNetwork) or network.markov is None:
-        return None
-    ids = network.target_ids()
-    ids = torch.arange(network.config.head_size) if ids is None else ids
-    return MarkovTables.of(
-        network.markov, network.embed(ids), network.head_weight(), network.config.logit_scale
-    )
 
 
 def conditional_lengths(
