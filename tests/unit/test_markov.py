@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_block_diffusion import TOKENS, features, feed, same
 from test_enumerate import paths
 
+from draftwood.bench.provenance import weights_checksums
 from draftwood.draft.base import DraftLimits
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.checkpoint import load_draft, save_draft
@@ -25,6 +27,7 @@ from draftwood.sampling import SamplingParams
 from draftwood.target.model import Target
 from draftwood.train.evaluate import CHAIN, evaluate
 from draftwood.train.grow import with_markov
+from draftwood.train.start import checksum
 from draftwood.train.target_side import ResponseRow, run_target
 from draftwood.tree.budget import Chain, Fixed
 from draftwood.tree.markov_first import markov_prefixes
@@ -241,3 +244,18 @@ def test_half_a_head_is_refused(target: Target, tmp_path: Path) -> None:
         load_draft(tmp_path / "c")
     with pytest.raises(ValueError, match="softcap"):
         dataclasses.replace(network.config, logit_softcap=3.0)
+    with pytest.raises(ValueError, match="hidden size"):
+        dataclasses.replace(network.config, markov_rank=10**9)
+
+
+def test_another_head_is_another_drafter(target: Target, tmp_path: Path) -> None:
+    """Its weights count where drafters are told apart, and it may bring nothing else."""
+    for std, name in ((0.5, "a"), (0.4, "b")):
+        save_draft(tmp_path / name, (network := markov(target, std=std)).config, network)
+    sums = [weights_checksums(str(tmp_path / name)) for name in ("a", "b")]
+    assert sums[0] != sums[1]
+    assert checksum(tmp_path / "a") != checksum(tmp_path / "b")
+    file = tmp_path / "a" / "markov_head.st"
+    save_file({**load_file(file), "norm.weight": network.norm.weight * 9}, file)
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        load_draft(tmp_path / "a")

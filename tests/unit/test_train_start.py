@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -295,6 +296,8 @@ def test_what_cannot_be_gone_on_with(made: Path, tmp_path: Path) -> None:
     command = ("train", *where(made), "--out", tmp_path / "run", "--max-steps", 1)
     alone = ("--init", made / "alone" / "draft", "--distill", 0.5)
     assert invoke(*command, *alone).exit_code == 2
+    no_head = ("--init", made / "block" / "draft", "--markov-rank", 0)
+    assert invoke(*command, *no_head).exit_code == 2
     assert "no drafter" in fails(*command, "--init", tmp_path / "nothing")
     assert fails(*command, "--init", made / "target")  # a language model is no drafter
     assert not (tmp_path / "run").exists()
@@ -350,6 +353,21 @@ def test_a_markov_head_changes_nothing_before_it_is_trained(
     assert prepared(target, start, tmp_path / "on").network.config.markov_rank == 6  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="rank 6"):
         train.trained_start(tmp_path / "6" / "draft", target, markov_rank=4)
+
+
+def test_runs_from_before_markov_heads_go_on(target: Target, tmp_path: Path) -> None:
+    recipe = train.Recipe(mask_token_id=2, block_size=4, draft_vocab_size=None)
+    config = train.TrainConfig(**{**vars(CONFIG), "max_steps": 1})
+    train.train_drafter(target.model, ROWS, tmp_path, recipe, config, use=USE)
+    file = tmp_path / "run.json"
+    raw = json.loads(file.read_text())
+    del raw["recipe"]["markov_rank"]
+    file.write_text(json.dumps(raw))
+    train.train_drafter(target.model, ROWS, tmp_path, recipe, config, use=USE)
+    with pytest.raises(ValueError, match="markov_rank"):
+        train.train_drafter(
+            target.model, ROWS, tmp_path, replace(recipe, markov_rank=3), config, use=USE
+        )
 
 
 def test_a_new_drafter_may_have_a_markov_head(target: Target, tmp_path: Path) -> None:

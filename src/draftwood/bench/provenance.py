@@ -19,7 +19,7 @@ from draftwood.target.gguf import sha256
 
 PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
 VARIES = ("load_before", "memory_bytes")  # without a change that anyone made
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+WEIGHTS = ("*.safetensors", "*.st", "*.bin", "*.gguf")
 
 
 def provenance() -> dict[str, Any]:

@@ -240,6 +240,11 @@ def train(
             f"with --init at least 1 token, got {draft_vocab}; leave it out to keep the vocabulary",
             param_hint="--draft-vocab",
         )
+    if init is not None and _is_given(context, "markov_rank") and markov_rank < 1:
+        raise typer.BadParameter(
+            "with --init at least 1; leave it out to keep what the drafter has",
+            param_hint="--markov-rank",
+        )
     if borrow and body not in (None, target):
         raise typer.BadParameter("--borrow needs the target itself as the body; leave out --body")
     own_taps = taps and integers(taps, "--taps")
@@ -302,6 +307,8 @@ def train(
 
         from draftwood.cli.eval_drafter import tau_table
 
+        if not found:
+            note("no reply is held out, so there is no τ to show; give more replies or --held-out")
         if found:
             Console(highlight=False).print(tau_table(found))
         typer.echo(str(out / "draft"))

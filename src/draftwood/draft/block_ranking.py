@@ -20,13 +20,13 @@ from draftwood.tree.tree import ScoredPrefixes
 _FIRST_DEPTHS = 8
 # Learning costs a hundredth of a cycle; a few weights are soon known well enough to do it less.
 _EAGER, _ONE_IN = 64, 4
-# Candidates of a depth that a Markov head tells apart: enough for a chain, and at most.
-_FEW, _MANY = 16, 64
+# Candidates of a depth that a Markov head tells apart: for few nodes, and at most.
+_FEW, MANY = 32, 64
 
 
 def num_candidates(max_nodes: int, head_size: int) -> int:
     """Tokens of every depth that prefixes are made of where a Markov head conditions them."""
-    return min(max(max_nodes, _FEW), _MANY, head_size)
+    return min(max(max_nodes, _FEW), MANY, head_size)
 
 
 class BlockRanking:

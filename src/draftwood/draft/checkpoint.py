@@ -57,7 +57,13 @@ def load_draft(
     raw = read_json(folder / CONFIG)
     weights = read_weights(folder)
     if (folder / MARKOV).is_file():
-        weights |= _tensors(folder / MARKOV)
+        ours = _tensors(folder / MARKOV)
+        strange = sorted(name for name in ours if not name.startswith(_OURS))
+        if strange:
+            raise ValueError(
+                f"{folder / MARKOV} holds {strange}, which are no part of a Markov head"
+            )
+        weights |= ours
     config = parse_config(
         raw,
         has_embeddings="embed_tokens.weight" in weights,
@@ -264,8 +270,9 @@ def check_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], folde
         elif have.is_floating_point() != want.is_floating_point():
             problems.append(f"{name} is {have.dtype}, must be {want.dtype}")
     if problems:
+        where = f" (those of markov.* are in {MARKOV})" if _OURS in "".join(problems) else ""
         raise ValueError(
-            f"the weights in {folder} do not fit its configuration; fix config.json or the "
+            f"the weights in {folder}{where} do not fit its configuration; fix config.json or the "
             "weights:\n  " + "\n  ".join(problems)
         )
 

@@ -84,10 +84,11 @@ class DraftConfig:
         if not taps or any(tap < 0 for tap in taps) or len(set(taps)) != len(taps):
             raise ValueError(f"target_layer_ids must be distinct layers ≥ 0, got {list(taps)}")
         check_heads(self.num_attention_heads, self.num_key_value_heads)
-        if self.markov_rank < 0 or (self.markov_rank and self.logit_softcap is not None):
+        most = self.hidden_size if self.logit_softcap is None else 0
+        if not 0 <= self.markov_rank <= most:
             raise ValueError(
-                f"markov_rank must be ≥ 0, and 0 with a logit_softcap, got {self.markov_rank} and "
-                f"{self.logit_softcap}"
+                f"markov_rank must be between 0 and {most} (the hidden size; 0 with a softcap of "
+                f"the logits), got {self.markov_rank}"
             )
         self._check_layers()
 
@@ -262,11 +263,12 @@ def _markov_rank(section: Any) -> int:
     """From our own section, which other loaders of the layout do not read."""
     if section is None:
         return 0
-    rank = section.get("markov_rank") if isinstance(section, Mapping) else None
+    known = isinstance(section, Mapping) and section.get("kind") == KIND
+    rank = section.get("markov_rank") if known else None
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(
-            f"the {SECTION!r} section of config.json needs a markov_rank ≥ 1, got {section!r}; "
-            "restore the file, or leave the section out to draft without its Markov head"
+            f"the {SECTION!r} section of config.json must be of kind {KIND!r} with a markov_rank "
+            f"≥ 1, got {section!r}; restore the file"
         )
     return rank
 

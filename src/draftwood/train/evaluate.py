@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftwood.draft.block_ranking import num_candidates
+from draftwood.draft.block_ranking import MANY, num_candidates
 from draftwood.draft.markov import MarkovTables
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
 from draftwood.train.conditionals import conditionals, markov_tables
@@ -106,7 +106,10 @@ def replay(
     labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
     accepted: dict[int, list[IntArray]] = {budget: [] for budget in budgets}
     right = torch.zeros(hidden.shape[1], dtype=torch.int64, device=hidden.device)
-    step = max(_MAX_SCORES // (hidden.shape[1] * network.config.head_size), 1)
+    width = network.config.head_size
+    if tables is not None:  # pairs of candidates, several copies in float64
+        width = max(width, 8 * MANY**2)
+    step = max(_MAX_SCORES // (hidden.shape[1] * width), 1)
     for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
         log_probs = network.logits(rows).float().log_softmax(dim=-1)
         right += (log_probs.argmax(-1) == wanted).sum(0)
@@ -227,7 +230,8 @@ def conditional_lengths(
     result = {}
     by_width: dict[int, list[int]] = {}
     for budget in budgets:
-        by_width.setdefault(num_candidates(budget or 1, log_probs.shape[-1]), []).append(budget)
+        nodes = log_probs.shape[1] if budget == CHAIN else budget
+        by_width.setdefault(num_candidates(nodes, log_probs.shape[-1]), []).append(budget)
     for width, of_width in by_width.items():
         table = conditionals(log_probs, hidden, tables, width)
         for budget in of_width:

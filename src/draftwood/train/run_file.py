@@ -11,6 +11,7 @@ from draftwood.train.kept import damaged, read_kept, require_same, write_kept
 
 RUN = "run.json"
 HELD_OUT = "held_out_percent"
+MARKOV_RANK = "markov_rank"
 
 
 def write_run(folder: Path, recipe: Mapping[str, Any], vocabulary: list[int] | None) -> None:
@@ -31,5 +32,7 @@ def read_run(folder: Path, recipe: Mapping[str, Any]) -> list[int] | None:
     wanted = json.loads(json.dumps(dict(recipe)))
     # What a newer version also writes down was not a choice then.
     old.setdefault(HELD_OUT, wanted.get(HELD_OUT))
+    if not wanted.get(MARKOV_RANK):
+        old.setdefault(MARKOV_RANK, wanted.get(MARKOV_RANK))
     require_same({name: old.get(name) for name in wanted}, wanted, folder, "a run")
     return vocabulary

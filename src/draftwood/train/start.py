@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,7 +63,7 @@ class TrainedStart:
             "init": self.checksum,
             "add_layers": self.add_layers or None,
             "draft_vocab_size": self.draft_vocab_size,
-            "markov_rank": self.markov_rank or None,
+            "markov_rank": self.markov_rank or getattr(self.config, "markov_rank", 0) or None,
         }
 
 
@@ -108,6 +108,8 @@ def trained_start(
             f"the drafter has a Markov head of rank {config.markov_rank}, it cannot get one of "
             f"rank {markov_rank}; leave markov_rank out to go on with it"
         )
+    elif markov_rank:
+        replace(config, markov_rank=markov_rank)  # refused here if it does not fit
     return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size, markov_rank)
 
 
