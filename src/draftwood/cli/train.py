@@ -307,10 +307,10 @@ def train(
 
         from draftwood.cli.eval_drafter import tau_table
 
-        if not found:
-            note("no reply is held out, so there is no τ to show; give more replies or --held-out")
         if found:
             Console(highlight=False).print(tau_table(found))
+        else:
+            note("no reply is held out, so there is no τ to show; give more replies or --held-out")
         typer.echo(str(out / "draft"))
 
 

@@ -161,9 +161,10 @@ def load_start(start: TrainedStart, model: nn.Module, device: torch.device | str
     if start.add_layers:
         assert isinstance(network, DraftNetwork)
         network = with_layers(network, start.add_layers)
-    if start.markov_rank and not network.config.markov_rank:  # type: ignore[union-attr]
+    if start.markov_rank:
         assert isinstance(network, DraftNetwork)
-        network = with_markov(network, start.markov_rank)
+        if network.markov is None:
+            network = with_markov(network, start.markov_rank)
     lend_tables(network, model)
     return network
 
@@ -191,8 +192,8 @@ def check_masks(mask: int, rows: Iterable[ResponseRow]) -> None:
 def checksum(folder: Path) -> str:
     """Of the files that make a drafter: its configuration and its weights."""
     digest = hashlib.sha256()
-    ours = [folder / MARKOV] if (folder / MARKOV).is_file() else []
-    for file in [folder / CONFIG, *sorted(folder.glob("*.safetensors")), *ours]:
+    weights = [*sorted(folder.glob("*.safetensors")), *folder.glob(MARKOV)]
+    for file in [folder / CONFIG, *weights]:
         with file.open("rb") as handle:
             for part in iter(lambda: handle.read(2**20), b""):
                 digest.update(part)

@@ -44,7 +44,7 @@ def markov_prefixes(
     parents: list[int] = []
     depths: list[int] = []
     columns: list[int] = []
-    order, costs = rows.at(0, 0)
+    _, costs = rows.at(0, 0)
     # (cost, order of arrival, depth from 0, rank, parent node, its column, its cost)
     heap = [(costs[0], 0, 0, 0, NO_PARENT, 0, 0.0)] if costs else []
     arrival = node = 0
