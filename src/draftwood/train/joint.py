@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.train.anchors import BlockBatch
+from draftwood.train.cross_entropy import cross_entropy, exact_dtype
 from draftwood.train.loss import block_loss
 from draftwood.train.objective import HeadSample, Objective
 
@@ -43,23 +44,25 @@ class JointObjective(Objective):
         network = self.network
         context, hidden = network(batch.context_ids, batch.anchor_positions, batch.block_ids)
         to_column = self.to_draft if head is None else head.to_column
-        terms = block_loss(self._scores(hidden, head), batch, to_column, self.config)
+        offsets = None if head is None else head.offsets
+        terms = block_loss(self._scores(hidden, head), batch, to_column, self.config, offsets)
         total = terms.total / terms.weight.clamp_min(1e-6)
         if self.config.autoregressive > 0:
             next_ids, known = next_tokens(batch)
             # only response rows go through the head
             scores = self._scores(context[:, :-1][known], head)
-            exact = scores if scores.dtype == torch.float64 else scores.float()
-            total = total + self.config.autoregressive * F.cross_entropy(
-                exact, to_column[next_ids[known]]
-            )
+            label = to_column[next_ids[known]][:, None]
+            share = torch.ones(label.shape, dtype=exact_dtype(scores), device=label.device)
+            language, _ = cross_entropy(scores, offsets, label, share, share[:, 0] / len(label))
+            total = total + self.config.autoregressive * language
         return total, torch.ones_like(total), terms.correct, terms.counted
 
     def _scores(self, hidden: torch.Tensor, head: HeadSample | None) -> torch.Tensor:
+        """[..., c] logits, those of sampled columns without their offsets."""
         if head is None:
             return self.network.logits(hidden)
         weight = self.network.head_weight()[head.columns]
-        return F.linear(hidden, weight.to(hidden.device, hidden.dtype)) + head.offsets
+        return F.linear(hidden, weight.to(hidden.device, hidden.dtype))
 
 
 def next_tokens(batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:

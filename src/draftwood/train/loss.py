@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwood.train.anchors import BlockBatch
+from draftwood.train.cross_entropy import cross_entropy, exact_dtype
 from draftwood.train.prefixes import best_prefixes
 
 UNKNOWN = -1
@@ -86,7 +87,11 @@ def inverse_map(target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tenso
 
 
 def block_loss(
-    logits: torch.Tensor, batch: BlockBatch, to_draft: torch.Tensor | None, config: LossConfig
+    logits: torch.Tensor,
+    batch: BlockBatch,
+    to_draft: torch.Tensor | None,
+    config: LossConfig,
+    offsets: torch.Tensor | None = None,
 ) -> LossTerms:
     """Cross-entropy against (1 − λ) · label + λ · target distribution, weighted by position.
 
@@ -94,36 +99,46 @@ def block_loss(
 
     Args:
         logits: [G, n, B − 1, head_size].
+        offsets: [head_size] added to every row, or None.
     """
-    horizon = logits.shape[2]
+    exact = exact_dtype(logits)
     label = draft_ids(batch.labels, to_draft)
     known = batch.valid & (label != UNKNOWN)
-    decay = torch.exp(-torch.arange(horizon, device=logits.device) / config.gamma)
-    weights = decay.to(logits.dtype) * known
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    picked = scores.gather(-1, label.clamp_min(0)[..., None])[..., 0]
-    wanted = picked
-    if config.distill > 0:
-        wanted = torch.lerp(picked, _teacher_score(scores, picked, batch, to_draft), config.distill)
-    log_total = scores.logsumexp(dim=-1)
-    losses = log_total - wanted
-    # masked rows may hold anything, also infinities: 0 · inf would poison the sum
-    total = torch.where(known, losses * weights, torch.zeros_like(losses)).sum()
+    decay = torch.exp(-torch.arange(logits.shape[2], device=logits.device) / config.gamma)
+    weights = decay.to(exact) * known
+    targets, shares = _targets(label, batch, to_draft, config, exact)
+    total, best = cross_entropy(
+        logits.flatten(0, 2),
+        offsets,
+        targets.flatten(0, 2),
+        shares.flatten(0, 2),
+        weights.flatten(),
+    )
     if config.tree > 0:
-        total = total + config.tree * _left_out(scores, picked, log_total, known, config)
-    with torch.no_grad():
-        right = (scores.argmax(dim=-1) == label) & known
-        correct, counted = right.sum(dim=(0, 1)), batch.valid.sum(dim=(0, 1))
-    return LossTerms(total, weights.sum(), correct, counted)
+        scores = logits.to(exact) if offsets is None else logits.to(exact) + offsets
+        picked = scores.gather(-1, targets[..., :1])[..., 0]
+        left_out = _left_out(scores, picked, scores.logsumexp(dim=-1), known, config)
+        total = total + config.tree * left_out
+    correct = ((best.view(label.shape) == label) & known).sum(dim=(0, 1))
+    return LossTerms(total, weights.sum(), correct, batch.valid.sum(dim=(0, 1)))
 
 
-def _teacher_score(
-    scores: torch.Tensor,
-    picked: torch.Tensor,
+def _targets(
+    label: torch.Tensor,
     batch: BlockBatch,
     to_draft: torch.Tensor | None,
-) -> torch.Tensor:
-    """Σ_k p_k · score_k over the target's top-K inside the draft vocabulary, p renormalised."""
+    config: LossConfig,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[G, n, B − 1, 1 + K] draft ids and their shares of the label, the label's own first.
+
+    The target's top-K inside the draft vocabulary share λ by their renormalised probabilities;
+    where there is none of them, the label has all.
+    """
+    label = label.clamp_min(0)[..., None]
+    own = torch.ones(label.shape, dtype=dtype, device=label.device)
+    if config.distill == 0:
+        return label, own
     if batch.top_ids is None or batch.top_log_probs is None:
         raise ValueError(
             "distill > 0 needs the target's top-k log-probabilities; store them in the feature "
@@ -131,10 +146,10 @@ def _teacher_score(
         )
     ids = draft_ids(batch.top_ids, to_draft)
     log_probs = batch.top_log_probs.masked_fill(ids == UNKNOWN, float("-inf"))
-    empty = (log_probs == float("-inf")).all(dim=-1)
-    probs = log_probs.masked_fill(empty[..., None], 0.0).softmax(dim=-1).to(scores.dtype)
-    mixed = (probs * scores.gather(-1, ids.clamp_min(0))).sum(dim=-1)
-    return torch.where(empty, picked, mixed)
+    empty = (log_probs == float("-inf")).all(dim=-1, keepdim=True)
+    probs = log_probs.masked_fill(empty, 0.0).softmax(dim=-1).to(dtype)
+    taught = torch.where(empty, 0.0, config.distill).to(dtype)
+    return torch.cat([label, ids.clamp_min(0)], -1), torch.cat([own - taught, taught * probs], -1)
 
 
 def _left_out(

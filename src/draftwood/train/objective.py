@@ -178,5 +178,5 @@ class BlockObjective(Objective):
             return block_loss(network.logits(hidden), batch, self.to_draft, self.config)
         assert network.lm_head is not None
         weight = network.lm_head.weight[head.columns]
-        logits = network.shape_logits(project(hidden, weight)) + head.offsets
-        return block_loss(logits, batch, head.to_column, self.config)
+        logits = network.shape_logits(project(hidden, weight))
+        return block_loss(logits, batch, head.to_column, self.config, head.offsets)
