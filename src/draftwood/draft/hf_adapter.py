@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from draftwood.draft.block_attention import LayerKV
 from draftwood.draft.checkpoint import load_draft
-from draftwood.draft.layers import LayerKV
 from draftwood.draft.network import NO_POSITION, DraftNetwork
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from draftwood.draft.block_attention import attend_blocks
 from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.independent_layers import BodyLayer, Projection
-from draftwood.draft.layers import RMSNorm, attend_blocks
+from draftwood.draft.layers import RMSNorm
 from draftwood.draft.products import few_rows
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from draftwood.draft.block_attention import LayerKV, Masks, attend_blocks
 from draftwood.draft.config import DraftConfig
 from draftwood.draft.rope import rotate
-
-LayerKV = tuple[torch.Tensor, torch.Tensor]
-"""Keys (normed and rotated) and values of one layer, each [G, kv_heads, C, head_dim]."""
 
 # A weight times at most this many rows is memory-bound; W @ x.T then reads W in its own layout.
 _FEW_ROWS = 32
@@ -79,7 +77,7 @@ class Attention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         context: LayerKV,
-        masks: tuple[torch.Tensor, torch.Tensor | None],
+        masks: Masks,
         first_row: int,
     ) -> torch.Tensor:
         """Attend from rows ``first_row``… of every block.
@@ -109,36 +107,6 @@ class Attention(nn.Module):
         mixed = attend_blocks(query, context, (keys, values), masks, share)
         mixed = mixed.view(groups, kv, n, rows, share, self.head_dim).permute(0, 2, 3, 1, 4, 5)
         return self.o_proj(mixed.reshape(groups, n, rows, -1))
-
-
-def attend_blocks(
-    query: torch.Tensor,
-    context: LayerKV,
-    block: LayerKV,
-    masks: tuple[torch.Tensor, torch.Tensor | None],
-    share: int,
-) -> torch.Tensor:
-    """Softmax attention over [context; block]; the context is shared by a group's blocks.
-
-    query [G, kv, n, R·share, d]; context [G, kv, C, d]; block [G, kv, n, B, d].
-    """
-    groups, kv, n, rows, dim = query.shape
-    context_len = context[0].shape[2]
-    scores = query.reshape(groups, kv, n * rows, dim) @ context[0].transpose(-1, -2)
-    scores = scores.view(groups, kv, n, rows, context_len)
-    hidden_context, hidden_block = masks
-    if hidden_context.shape[-2] > 1:
-        hidden_context = hidden_context.repeat_interleave(share, dim=-2)
-    scores = scores.masked_fill(hidden_context, float("-inf"))
-    own = query @ block[0].transpose(-1, -2)
-    if hidden_block is not None:
-        own = own.masked_fill(hidden_block.repeat_interleave(share, dim=0), float("-inf"))
-    both = torch.cat([scores, own], dim=-1)
-    exact = both if both.dtype == torch.float64 else both.float()
-    weights = exact.softmax(dim=-1).to(query.dtype)
-    past, present = weights.split([context_len, own.shape[-1]], dim=-1)
-    out = past.reshape(groups, kv, n * rows, context_len) @ context[1]
-    return out.view(query.shape) + present @ block[1]
 
 
 class MLP(nn.Module):

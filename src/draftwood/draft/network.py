@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from draftwood.draft.block_attention import LayerKV
 from draftwood.draft.config import DraftConfig
-from draftwood.draft.layers import Layer, LayerKV, Linear, RMSNorm, project
+from draftwood.draft.layers import Layer, Linear, RMSNorm, project
 from draftwood.draft.markov import MarkovHead
 
 NO_POSITION = 2**31 - 1
