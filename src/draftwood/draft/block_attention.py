@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from draftwood.draft.mixed import products_dtype
+
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 """Keys (normed and rotated) and values of one layer, each [G, kv_heads, C, head_dim]."""
 
@@ -26,8 +28,9 @@ def attend_blocks(
     query [G, kv, n, R·share, d], scaled; context [G, kv, C, d]; block [G, kv, n, B, d].
     """
     if torch.is_grad_enabled():
-        given = _as_products(query, *context, *block)
-        bias = _bias(masks, share, given[0].dtype, context[0].shape[2] + block[0].shape[3])
+        dtype = products_dtype(query)
+        given = [x.to(dtype) for x in (query, *context, *block)]
+        bias = _bias(masks, share, dtype, context[0].shape[2] + block[0].shape[3])
         mixed: torch.Tensor = _BlockAttention.apply(*given, bias)
         return mixed
     groups, kv, n, rows, dim = query.shape
@@ -47,14 +50,6 @@ def attend_blocks(
     past, present = weights.split([context_len, own.shape[-1]], dim=-1)
     out = past.reshape(groups, kv, n * rows, context_len) @ context[1]
     return out.view(query.shape) + present @ block[1]
-
-
-def _as_products(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in the dtype that products have where this is called."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
 def _bias(masks: Masks, share: int, dtype: torch.dtype, width: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from draftwood.draft.block_attention import LayerKV, Masks, attend_blocks
 from draftwood.draft.config import DraftConfig
+from draftwood.draft.rms_norm import rms_norm
 from draftwood.draft.rope import rotate
 
 # A weight times at most this many rows is memory-bound; W @ x.T then reads W in its own layout.
@@ -26,8 +27,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(x.dtype)  # they differ in mixed precision only
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Linear):

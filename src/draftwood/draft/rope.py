@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
+
+from draftwood.draft.mixed import products_dtype
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
@@ -102,6 +105,42 @@ class RopeConfig:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the two halves of the last dimension of ``x``; ``cos``/``sin`` end in that half."""
+    """Rotate the two halves of the last dimension of ``x``; ``cos``/``sin`` end in that half.
+
+    Where gradients are taken the result has the dtype of the product that follows.
+    """
+    if torch.is_grad_enabled():
+        turned: torch.Tensor = _Rotation.apply(x, cos, sin, products_dtype(x))
+        return turned
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is the rotation back; angles have none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turn(x, cos, sin, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(upstream[0], cos, -sin, ctx.dtype), None, None, None
+
+
+def _turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rotation in the angles' dtype, in few passes."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return turned.to(dtype)

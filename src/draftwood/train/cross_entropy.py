@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from draftwood.draft.mixed import exact_dtype
+
 # Scores of a chunk: two megabytes in float32 for a CPU's cache; a GPU has launches to save instead.
 _CHUNK_CPU, _CHUNK_GPU = 2**19, 2**26
 
@@ -62,11 +64,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # a number, because a tensor would be rounded to the dtype of the gradient
         return ctx.gradient * float(upstream[0]), None, None, None, None
-
-
-def exact_dtype(scores: torch.Tensor) -> torch.dtype:
-    """What sums over a vocabulary are computed in."""
-    return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
 def cross_entropy(

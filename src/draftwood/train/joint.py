@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.draft.mixed import exact_dtype
 from draftwood.train.anchors import BlockBatch
-from draftwood.train.cross_entropy import cross_entropy, exact_dtype
+from draftwood.train.cross_entropy import cross_entropy
 from draftwood.train.loss import block_loss
 from draftwood.train.objective import HeadSample, Objective
 

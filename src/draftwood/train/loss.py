@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from draftwood.draft.mixed import exact_dtype
 from draftwood.train.anchors import BlockBatch
-from draftwood.train.cross_entropy import cross_entropy, exact_dtype
+from draftwood.train.cross_entropy import cross_entropy
 from draftwood.train.prefixes import best_prefixes
 
 UNKNOWN = -1
