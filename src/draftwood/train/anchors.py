@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from draftwood.draft.network import NO_POSITION
+from draftwood.train.shapes import filled_up
 from draftwood.tree.tree import IntArray
 
 
@@ -113,18 +114,19 @@ def make_batch(
     block_size: int,
     mask_token_id: int,
     whole: bool = False,
+    fill_up: bool = False,
 ) -> BlockBatch:
     """Pack one group per example; ``anchors[g]`` (equally many each) are its block starts.
 
     Context is cut before the last anchor of each response, because later tokens are seen by no
-    block, unless the ``whole`` response is asked for.
+    block, unless the ``whole`` response is asked for. ``fill_up`` pads it to one of few lengths.
     """
     groups = len(examples)
     anchor = torch.from_numpy(np.stack(list(anchors)))
     used = anchor.max(dim=1).values.tolist()
     if whole:
         used = [len(example.token_ids) for example in examples]
-    length = max(*used, 1)
+    length = filled_up(max(*used, 1)) if fill_up else max(*used, 1)
     width = examples[0].features.shape[1]
     features = torch.zeros(groups, length, width, dtype=examples[0].features.dtype)
     keys = torch.full((groups, length), NO_POSITION, dtype=torch.int64)

@@ -11,6 +11,7 @@ from draftwood.train.anchors import BlockBatch
 from draftwood.train.cross_entropy import cross_entropy
 from draftwood.train.loss import block_loss
 from draftwood.train.objective import HeadSample, Objective
+from draftwood.train.shapes import filled_up
 
 
 class JointObjective(Objective):
@@ -44,26 +45,34 @@ class JointObjective(Objective):
         """(L, 1, correct, counted), see ``LossTerms``."""
         network = self.network
         context, hidden = network(batch.context_ids, batch.anchor_positions, batch.block_ids)
-        to_column = self.to_draft if head is None else head.to_column
-        offsets = None if head is None else head.offsets
-        terms = block_loss(self._scores(hidden, head), batch, to_column, self.config, offsets)
+        if head is None:
+            rows, offsets, to_column = None, None, self.to_draft
+        else:
+            rows, offsets = head.rows(network.head_weight())
+            to_column = head.to_column
+        scores = self._scores(hidden, rows)
+        terms = block_loss(scores, batch, to_column, self.config, offsets)
         total = terms.total / terms.weight.clamp_min(1e-6)
         if self.config.autoregressive > 0:
             next_ids, known = next_tokens(batch)
-            # only response rows go through the head
-            scores = self._scores(context[:, :-1][known], head)
-            label = to_column[next_ids[known]][:, None]
-            share = torch.ones(label.shape, dtype=exact_dtype(scores), device=label.device)
-            language, _ = cross_entropy(scores, offsets, label, share, share[:, 0] / len(label))
+            # only response rows go through the head, and others of weight 0 to fill them up
+            chosen = known.flatten().nonzero()[:, 0]
+            count = len(chosen)
+            chosen = F.pad(chosen, (0, filled_up(count) - count))
+            scores = self._scores(context[:, :-1].flatten(0, 1)[chosen], rows)
+            weights = torch.zeros(len(chosen), dtype=exact_dtype(scores), device=scores.device)
+            weights[:count] = 1 / max(count, 1)
+            label = to_column[next_ids.flatten()[chosen]].clamp_min(0)[:, None]
+            share = torch.ones_like(label, dtype=weights.dtype)
+            language, _ = cross_entropy(scores, offsets, label, share, weights)
             total = total + self.config.autoregressive * language
         return total, torch.ones_like(total), terms.correct, terms.counted
 
-    def _scores(self, hidden: torch.Tensor, head: HeadSample | None) -> torch.Tensor:
-        """[..., c] logits, those of sampled columns without their offsets."""
-        if head is None:
+    def _scores(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """[..., c] logits through all of the head or some rows of it."""
+        if rows is None:
             return self.network.logits(hidden)
-        weight = self.network.head_weight()[head.columns]
-        return F.linear(hidden, weight.to(hidden.device, hidden.dtype))
+        return F.linear(hidden, rows.to(hidden.device, hidden.dtype))
 
 
 def next_tokens(batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from draftwood.draft.layers import project
@@ -23,6 +24,7 @@ from draftwood.train.loss import (
     inverse_map,
 )
 from draftwood.train.networks import Network, block_hidden
+from draftwood.train.shapes import filled_up
 from draftwood.tree.tree import IntArray
 
 # Teacher tokens less likely than this do not need a column of their own in a sampled head.
@@ -42,6 +44,15 @@ class HeadSample:
     columns: torch.Tensor
     offsets: torch.Tensor
     to_column: torch.Tensor
+
+    def rows(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns' rows of a head [head_size, H], and the offsets of their products.
+
+        Columns that are ruled out fill them up to one of few sizes.
+        """
+        missing = filled_up(len(self.columns)) - len(self.columns)
+        offsets = F.pad(self.offsets, (0, missing), value=float("-inf"))
+        return table[F.pad(self.columns, (0, missing))], offsets
 
 
 def sample_head(
@@ -133,7 +144,7 @@ class Objective(nn.Module):
         config = self.network.config
         batch = make_batch(
             examples, anchors, block_size=block_size, mask_token_id=config.mask_token_id,
-            whole=self.needs_whole_response,
+            whole=self.needs_whole_response, fill_up=True,
         ).to(device)  # fmt: skip
         if not num_negatives:
             return batch, None
@@ -177,6 +188,6 @@ class BlockObjective(Objective):
         if head is None:
             return block_loss(network.logits(hidden), batch, self.to_draft, self.config)
         assert network.lm_head is not None
-        weight = network.lm_head.weight[head.columns]
+        weight, offsets = head.rows(network.lm_head.weight)
         logits = network.shape_logits(project(hidden, weight))
-        return block_loss(logits, batch, head.to_column, self.config, head.offsets)
+        return block_loss(logits, batch, head.to_column, self.config, offsets)
