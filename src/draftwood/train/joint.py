@@ -72,7 +72,10 @@ class JointObjective(Objective):
         """[..., c] logits through all of the head or some rows of it."""
         if rows is None:
             return self.network.logits(hidden)
-        return F.linear(hidden, rows.to(hidden.device, hidden.dtype))
+        # flat, because hidden is a slice: a product of it takes a copy of ``rows`` for each block
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        scores = F.linear(flat, rows.to(hidden.device, hidden.dtype))
+        return scores.view(*hidden.shape[:-1], len(rows))
 
 
 def next_tokens(batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
