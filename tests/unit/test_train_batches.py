@@ -19,7 +19,7 @@ from draftwood.train.anchors import (
 )
 from draftwood.train.evaluate import accepted_lengths
 from draftwood.train.loss import UNKNOWN, LossConfig, block_loss, inverse_map
-from draftwood.train.objective import BlockObjective, sample_head
+from draftwood.train.objective import BlockObjective, HeadSample, sample_head
 from draftwood.train.order import plan_epoch
 from draftwood.train.schedule import Schedule
 
@@ -80,6 +80,28 @@ def test_batch_contents() -> None:
     assert long.top_ids is not None
     assert batch.top_ids is not None
     assert torch.equal(batch.top_ids[0, 0], long.top_ids[5:9])
+
+
+def test_a_context_filled_up_changes_nothing() -> None:
+    items, anchors = [example(20, 6), example(9, 4, seed=1)], [np.array([5, 17]), np.array([3, 6])]
+    objective = BlockObjective(tiny_network(), LossConfig(distill=0.5))
+    exact, filled = (
+        make_batch(items, anchors, block_size=BLOCK, mask_token_id=MASK, fill_up=up)
+        for up in (False, True)
+    )
+    assert (exact.features.shape[1], filled.features.shape[1]) == (17, 32)
+    for got, want in zip(objective(filled, None), objective(exact, None), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_rows_of_a_sampled_head_are_filled_up_with_ruled_out_ones() -> None:
+    head = HeadSample(torch.tensor([3, 1]), torch.tensor([0.0, 0.5]), torch.zeros(5))
+    table = torch.arange(10.0).view(5, 2)
+    rows, offsets = head.rows(table)
+    assert rows.shape == (32, 2)
+    assert torch.equal(rows[:2], table[[3, 1]])
+    assert offsets[:2].tolist() == [0.0, 0.5]
+    assert (offsets[2:] == float("-inf")).all()
 
 
 def test_prompt_and_padding_are_never_in_the_loss() -> None:

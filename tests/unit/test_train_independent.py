@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_train_cli import invoke, passes, prompts
 
 import draftwood as dw
 from draftwood import train
+from draftwood.draft import independent_network
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
 from draftwood.draft.independent_network import IndependentNetwork
@@ -181,6 +183,20 @@ def test_recipes_that_cannot_work_are_refused(tmp_path: Path) -> None:
         train.train_drafter(body, ROWS, tmp_path, IndependentRecipe(2), config)
     with pytest.raises(ValueError, match="autoregressive must be"):
         replace(config.loss, autoregressive=-1.0)
+
+
+def test_long_and_short_contexts_train_alike(
+    network: IndependentNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal attention with its weights kept, and by ``sdpa``."""
+    network = copy.deepcopy(network).requires_grad_()
+    results = []
+    for limit in (512, 0):
+        monkeypatch.setattr(independent_network, "_FEW_TOKENS", limit)
+        loss = loss_of(network, 0.7)
+        results.append([loss, *torch.autograd.grad(loss, list(network.layers.parameters()))])
+    for kept, again in zip(*results, strict=True):
+        torch.testing.assert_close(kept, again)
 
 
 def test_mixed_precision_trains_too() -> None:

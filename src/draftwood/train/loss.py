@@ -149,7 +149,7 @@ def _targets(
     log_probs = batch.top_log_probs.masked_fill(ids == UNKNOWN, float("-inf"))
     empty = (log_probs == float("-inf")).all(dim=-1, keepdim=True)
     probs = log_probs.masked_fill(empty, 0.0).softmax(dim=-1).to(dtype)
-    taught = torch.where(empty, 0.0, config.distill).to(dtype)
+    taught = own.masked_fill(empty, 0.0) * config.distill
     return torch.cat([label, ids.clamp_min(0)], -1), torch.cat([own - taught, taught * probs], -1)
 
 
