@@ -190,17 +190,19 @@ class IndependentNetwork(nn.Module):
         def attend(
             _layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
         ) -> torch.Tensor:
-            q, k, v = (x.view(groups, -1, x.shape[1], dim) for x in (query, keys, values))
-            past = [x[:, :context_len].transpose(1, 2) for x in (q, k, v)]
+            packed = (x.view(groups, -1, x.shape[1], dim) for x in (query, keys, values))
+            # split, not sliced: its gradient is joined in one pass
+            parts = [x.split([context_len, x.shape[1] - context_len], dim=1) for x in packed]
+            past = [x.transpose(1, 2) for x, _ in parts]
             causal = _causal(past[0], past[1], past[2], share).transpose(1, 2).flatten(2)
             if num_blocks == 0:
                 return causal.flatten(0, 1)
             own = [
-                x[:, context_len:].view(groups, num_blocks, -1, kv, dim).permute(0, 3, 1, 2, 4)
-                for x in (k, v)
+                x.reshape(groups, num_blocks, -1, kv, dim).permute(0, 3, 1, 2, 4)
+                for _, x in parts[1:]
             ]
             size = own[0].shape[3]
-            folded = q[:, context_len:].view(groups, num_blocks, size, kv, share, dim)
+            folded = parts[0][1].reshape(groups, num_blocks, size, kv, share, dim)
             folded = folded.permute(0, 3, 1, 2, 4, 5).reshape(groups, kv, num_blocks, -1, dim)
             mixed = attend_blocks(
                 folded * dim**-0.5, (past[1], past[2]), (own[0], own[1]), (hidden_keys, None), share
