@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from draftwood.draft.config import DraftConfig
 from draftwood.draft.context_cache import ContextCache
+from draftwood.draft.native_blocks import NativeBlocks
 from draftwood.draft.network import DraftNetwork, Layer
 from draftwood.draft.products import Product, product
 from draftwood.draft.rope import rotate
@@ -26,7 +27,6 @@ class _LayerWeights:
     """One layer with fused projections."""
 
     qkv: Product
-    kv: Product
     out: Product
     gate_up: Product
     down: Product
@@ -41,7 +41,6 @@ class _LayerWeights:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         return _LayerWeights(
             _fused(*projections),
-            _fused(*projections[1:]),
             _fused(attention.o_proj),
             _fused(mlp.gate_proj, mlp.up_proj),
             _fused(mlp.down_proj),
@@ -62,14 +61,20 @@ def _fused(*linears: nn.Linear) -> Product:
 class BlockPass:
     """Runs a drafter's blocks on cached context.
 
-    Holds copies of the fused weights and not the network, so that its own can be freed.
+    Holds copies of the fused weights and not the network, so that its own can be freed. Where there
+    are compiled kernels for its shape, they run all layers at once.
     """
 
     def __init__(self, network: DraftNetwork) -> None:
         config = network.config
         self.config: DraftConfig = config
         self.dtype, self.device = network.fc.weight.dtype, network.fc.weight.device
-        self._layers = [_LayerWeights.of(layer) for layer in network.layers]  # type: ignore[arg-type]
+        layers = network.stack()
+        self._native = NativeBlocks.of(layers, config.head_dim)
+        self._layers = [] if self._native is not None else [_LayerWeights.of(x) for x in layers]
+        attentions = [layer.self_attn for layer in layers]
+        self._kv = _fused(*[p for each in attentions for p in (each.k_proj, each.v_proj)])
+        self._k_norms = torch.stack([each.k_norm.weight.detach() for each in attentions])
         self._fc = product(network.fc.weight.detach())
         self._hidden_norm = network.hidden_norm.weight.detach()
         self._norm = network.norm.weight.detach()
@@ -92,13 +97,11 @@ class BlockPass:
         c = self.config
         fused = self._fc(features.to(self.device, self.dtype))
         fused = self._rms(fused, self._hidden_norm)
-        turn = self._at(positions)
-        parts = []
-        for layer in self._layers:
-            keys, values = layer.kv(fused).view(len(fused), 2, -1, c.head_dim).unbind(1)
-            keys = rotate(self._rms(keys, layer.k_norm), *turn)
-            parts.append(torch.stack([keys, values]).transpose(1, 2))
-        return torch.stack(parts)
+        cos, sin = (factor[:, None] for factor in self._at(positions))
+        shape = (len(fused), c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim)
+        keys, values = self._kv(fused).view(shape).unbind(2)
+        keys = F.rms_norm(keys, (c.head_dim,), None, c.rms_norm_eps) * self._k_norms[:, None]
+        return torch.stack([rotate(keys, cos, sin), values]).permute(2, 0, 3, 1, 4)
 
     def hidden(
         self, block: torch.Tensor, caches: Sequence[ContextCache], num_rows: int
@@ -117,9 +120,13 @@ class BlockPass:
         for cache in caches:
             cache.reserve(cache.length + size)
         x = block.reshape(num_seqs * size, width)
-        masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = {}
+        masks = self._masks(caches, size)
+        if self._native is not None:
+            x = self._native.run(x, turn, caches, [size] * num_seqs, masks)
         for index, layer in enumerate(self._layers):
-            mixed = self._attention(index, self._rms(x, layer.input_norm), turn, caches, masks)
+            mixed = self._attention(
+                index, self._rms(x, layer.input_norm), turn, caches, masks[index]
+            )
             x = x + layer.out(mixed)
             gate, up = layer.gate_up(self._rms(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
@@ -132,7 +139,7 @@ class BlockPass:
         x: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
         caches: Sequence[ContextCache],
-        masks: dict[tuple[int, int | None, bool], torch.Tensor | None],
+        masks: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         """[S · B, heads · head_dim] attention of normed rows, before the output projection."""
         c, layer = self.config, self._layers[index]
@@ -148,20 +155,30 @@ class BlockPass:
         for s, cache in enumerate(caches):
             rows = slice(s * size, (s + 1) * size)
             own = cache.with_block(index, keys[:, rows], values[:, rows])
-            key = (s, c.window(index), c.is_causal[index])
-            if key not in masks:
-                masks[key] = self._mask(cache.length, size, key[1], key[2], share)
+            mask = masks[s]
             # Query heads that share keys are stacked as rows: no copies of the keys.
             folded = query[:, rows].reshape(kv, share * size, dim)
-            out = sdpa(folded[None], own[0][None], own[1][None], attn_mask=masks[key])
+            stacked = None if mask is None else mask.repeat(share, 1)
+            out = sdpa(folded[None], own[0][None], own[1][None], attn_mask=stacked)
             out = out.view(kv * share, size, dim).transpose(0, 1)
             parts.append(out.reshape(size, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _masks(self, caches: Sequence[ContextCache], size: int) -> list[list[torch.Tensor | None]]:
+        """What the rows of each layer and sequence see."""
+        c = self.config
+        kinds = [(c.window(i), c.is_causal[i]) for i in range(c.num_hidden_layers)]
+        made = {
+            kind: [self._mask(cache.length, size, *kind) for cache in caches] for kind in set(kinds)
+        }
+        return [made[kind] for kind in kinds]
+
     def _mask(
-        self, context_len: int, size: int, window: int | None, causal: bool, share: int
+        self, context_len: int, size: int, window: int | None, causal: bool
     ) -> torch.Tensor | None:
-        """[share · B, context + B] additive mask; None where every row sees everything."""
+        """[B, context + B] additive mask; None where every row sees everything."""
+        if window is None and not causal:
+            return None
         keys = torch.arange(context_len + size, device=self.device)
         gap = keys[context_len:, None] - keys  # row position − key position
         hidden = torch.zeros_like(gap, dtype=torch.bool)
@@ -172,7 +189,7 @@ class BlockPass:
         if not bool(hidden.any()):
             return None
         mask = torch.zeros(gap.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden, -torch.inf).repeat(share, 1)
+        return mask.masked_fill_(hidden, -torch.inf)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

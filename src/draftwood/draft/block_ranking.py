@@ -140,9 +140,7 @@ class BlockRanking:
         ranked = self._rank(logits, 0, contexts, width)
         found = []
         for rows, one, max_depth in zip(hidden, ranked, max_depths, strict=True):
-            later = self._ranker.after(
-                one, markov.shifts(rows[1:], one.columns[:-1], one.columns[1:])
-            )
+            later = self._ranker.after(one, markov.shifts(rows, one.columns))
             first = one.log_probs[0].numpy(force=True)
             found.append(
                 markov_prefixes(

@@ -37,6 +37,11 @@ class ContextCache:
     def capacity(self) -> int:
         return self._buffer.shape[3]
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """[layers, 2, kv_heads, capacity, head_dim] itself; growth replaces it."""
+        return self._buffer
+
     def append(self, keys_values: torch.Tensor) -> None:
         """Commit tokens: [layers, 2, kv_heads, n, head_dim]."""
         end = self.length + keys_values.shape[3]

@@ -21,6 +21,7 @@ from draftwood.draft.block_attention import attend_blocks
 from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.independent_layers import BodyLayer, Projection
 from draftwood.draft.layers import RMSNorm
+from draftwood.draft.native_blocks import NativeBlocks
 from draftwood.draft.products import few_rows
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,6 +52,7 @@ class IndependentNetwork(nn.Module):
             if not config.tied:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.blocks: NativeBlocks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -65,8 +67,12 @@ class IndependentNetwork(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, BodyLayer)]
 
     def hasten(self) -> None:
-        """Prepare the layers for decoding; later changes of their weights have no effect there."""
-        for module in self.modules():
+        """Prepare the layers for decoding; later changes of their weights have no effect there.
+
+        ``blocks`` runs all of them at once where there are compiled kernels for their shape.
+        """
+        self.blocks = NativeBlocks.of(self.stack(), self.config.head_dim)
+        for module in self.modules() if self.blocks is None else ():
             if isinstance(module, Projection):
                 module.hasten()
 

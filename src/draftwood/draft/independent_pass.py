@@ -103,43 +103,48 @@ def run_rows(
         [cache.length + one.offsets for cache, one in zip(caches, rows, strict=True)]
     )
     positions = torch.from_numpy(where).to(network.device)
-    hidden = network.run(network.embed(ids), positions, _cached_attention(network, rows, caches))
-    return list(hidden.split([len(one) for one in rows]))
+    sizes = [len(one) for one in rows]
+    masks = [_mask(one, cache.length, network) for one, cache in zip(rows, caches, strict=True)]
+    x = network.embed(ids)
+    if network.blocks is not None and not torch.is_grad_enabled():
+        turn, layers = network.angles(positions), len(network.layers)
+        hidden = network.norm(network.blocks.run(x, turn, caches, sizes, [masks] * layers))
+    else:
+        hidden = network.run(x, positions, _cached_attention(network, caches, sizes, masks))
+    return list(hidden.split(sizes))
 
 
 def _cached_attention(
-    network: IndependentNetwork, rows: Sequence[Rows], caches: Sequence[ContextCache]
+    network: IndependentNetwork,
+    caches: Sequence[ContextCache],
+    sizes: Sequence[int],
+    masks: Sequence[torch.Tensor | None],
 ) -> Attend:
     c = network.config
     kv, dim = c.num_key_value_heads, c.head_dim
     share = c.num_attention_heads // kv
-    sizes = [len(one) for one in rows]
-    masks = [
-        _mask(one, cache.length, share, network) for one, cache in zip(rows, caches, strict=True)
-    ]
+    # Query heads that share keys are stacked as rows: no copies of the keys.
+    stacked = [None if mask is None else mask.repeat(share, 1) for mask in masks]
 
     def attend(
         layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         parts = []
-        q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, keys, values))
+        q, k, v = (x.transpose(0, 1).split(list(sizes), dim=1) for x in (query, keys, values))
         for s, (cache, size) in enumerate(zip(caches, sizes, strict=True)):
             every_key, every_value = cache.with_block(layer, k[s], v[s])
-            # Query heads that share keys are stacked as rows: no copies of the keys.
             folded = q[s].reshape(kv, share * size, dim)
-            out = sdpa(folded[None], every_key[None], every_value[None], attn_mask=masks[s])
+            out = sdpa(folded[None], every_key[None], every_value[None], attn_mask=stacked[s])
             parts.append(out.view(kv * share, size, dim).transpose(0, 1).reshape(size, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attend
 
 
-def _mask(
-    rows: Rows, cache_len: int, share: int, network: IndependentNetwork
-) -> torch.Tensor | None:
-    """[share · n, cache + n] additive mask; None where every row sees everything."""
+def _mask(rows: Rows, cache_len: int, network: IndependentNetwork) -> torch.Tensor | None:
+    """[n, cache + n] additive mask; None where every row sees everything."""
     if rows.visible.all():
         return None
     mask = torch.zeros(len(rows), cache_len + len(rows), dtype=network.dtype)
     mask[:, cache_len:].masked_fill_(torch.from_numpy(~rows.visible), -torch.inf)
-    return mask.to(network.device).repeat(share, 1)
+    return mask.to(network.device)

@@ -62,14 +62,13 @@ class MarkovTables:
 
     Attributes:
         state, bias: [r, H] and [r].
-        token, gate, out: [V, r] of every column of the drafter's head.
+        rows: [V, 3 r] of every column of the drafter's head: token, gate and out in one piece, as
+            they are read together.
     """
 
     state: torch.Tensor
     bias: torch.Tensor
-    token: torch.Tensor
-    gate: torch.Tensor
-    out: torch.Tensor
+    rows: torch.Tensor
 
     @staticmethod
     @torch.no_grad()
@@ -87,27 +86,31 @@ class MarkovTables:
         return MarkovTables(
             like.detach(),
             markov.state.bias.detach(),
-            markov.token(token),
-            1 + markov.gate(token),
-            (head.to(like) @ markov.out.weight) * scale,
+            torch.cat(
+                [
+                    markov.token(token),
+                    1 + markov.gate(token),
+                    (head.to(like) @ markov.out.weight) * scale,
+                ],
+                dim=1,
+            ),
         )
 
-    def shifts(
-        self, hidden: torch.Tensor, previous: torch.Tensor, following: torch.Tensor
-    ) -> torch.Tensor:
+    def shifts(self, hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """What each candidate's logit gains by each candidate before it.
 
         Args:
-            hidden: [R, H] normed rows.
-            previous: [R, K] columns of the tokens before.
-            following: [R, K'] columns of the candidates of these rows.
+            hidden: [..., L, H] normed rows of blocks.
+            columns: [..., L, K] candidates of the rows.
 
         Returns:
-            [R, K, K'].
+            [..., L − 1, K, K] for the second row and on: candidate before, candidate.
         """
-        state = F.linear(hidden.to(self.state), self.state, self.bias)
-        mixed = F.silu(state[:, None] + self.token[previous]) * self.gate[previous]
-        return mixed @ self.out[following].transpose(1, 2)
+        token, gate, out = self.rows[columns].chunk(3, dim=-1)
+        state = F.linear(hidden[..., 1:, :].to(self.state), self.state, self.bias)
+        before = (..., slice(None, -1), slice(None), slice(None))
+        mixed = F.silu(state[..., None, :] + token[before]) * gate[before]
+        return mixed @ out[..., 1:, :, :].transpose(-1, -2)
 
 
 def conditional(log_probs: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

@@ -56,12 +56,10 @@ class HalfLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        halves = torch.empty(x.shape, dtype=torch.bfloat16)
         out = torch.empty(len(x), self._spec.O)
         self._native.linear_half(
-            addressof(self._spec), x.data_ptr(), halves.data_ptr(), out.data_ptr(), len(x),
-            torch.get_num_threads(),
-        )  # fmt: skip
+            addressof(self._spec), x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads()
+        )
         return out
 
 

@@ -12,6 +12,11 @@
 #include <omp.h>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #if defined(__AVX512F__)
@@ -154,24 +159,15 @@ struct Linear {
   long K, O;
 };
 
-// y[n][O] (+)= x · Wᵀ + bias, for panels a … b
-static void linear(const Linear &l, const float *x, float *y, long n, bool add, long a, long b) {
-  alignas(64) float acc[MAX_ROWS * NR];
-  Packed rows(x, n, l.K);
-  for (long p = a; p < b; p++) {
-    int count = least(NR, l.O - p * NR);
-    for (long r = 0; r < n; r += MAX_ROWS) {
-      long m = least(MAX_ROWS, n - r);
-      panel(l.w + p * l.K * NR, rows.x + r * rows.row, m, l.K, acc);
-      for (long i = 0; i < m; i++) {
-        float *from = acc + NR * i, *to = y + (r + i) * l.O + p * NR;
-        if (l.bias) for (int j = 0; j < count; j++) from[j] += l.bias[p * NR + j];
-        if (add) for (int j = 0; j < count; j++) to[j] += from[j];
-        else memcpy(to, from, count * 4);
-      }
-    }
+// Rows and weights in float32: the target's.
+struct Single {
+  typedef Packed Rows;
+  static constexpr int MOST = MAX_ROWS;  // rows at a time
+  static void product(const float *w, const Rows &rows, long r, long m, long K, float *acc) {
+    panel(w, rows.x + r * rows.row, m, K, acc);
   }
-}
+  static const float *at(const float *w, long panel, long K) { return w + panel * K * NR; }
+};
 
 // ---- products of drafts, which may round ------------------------------------------------------
 
@@ -206,13 +202,131 @@ static void panel_half(const uint32_t *w, const uint32_t *x, long n, long pairs,
   }
 }
 
+#if defined(TILES)
+// The same on AMX, 32 inputs at a time: a panel's 16 pairs of 16 outputs are a tile as they lie.
+// Tiles 0 … 2 and 3 … 5 are the sums of the first and the last 16 rows.
+static bool has_tiles;  // set once, when the library is loaded
+
+static bool may_use_tiles() {  // asks the system
+  const long request = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+
+static const struct {  // eight tiles of 16 rows of 64 bytes
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+} shapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+static void panel_tiles(const uint32_t *w, const uint32_t *x, long n, long pairs, float *acc) {
+  asm volatile("" ::: "memory");  // what the tiles read has been written
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  for (long k = 0; k < pairs; k += 16, w += 16 * NR) {
+    for (int line = 0; line < NR; line++)
+      __builtin_prefetch((const char *)w + 64 * line + 4 * AHEAD, 0, 3);
+    _tile_loadd(6, x + k, pairs * 4);
+    _tile_loadd(7, w, NR * 4);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(7, w + 16, NR * 4);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_loadd(7, w + 32, NR * 4);
+    _tile_dpbf16ps(2, 6, 7);
+    if (n <= 16) continue;
+    _tile_loadd(6, x + 16 * pairs + k, pairs * 4);
+    _tile_dpbf16ps(5, 6, 7);
+    _tile_loadd(7, w + 16, NR * 4);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(7, w, NR * 4);
+    _tile_dpbf16ps(3, 6, 7);
+  }
+  _tile_stored(0, acc, NR * 4);
+  _tile_stored(1, acc + 16, NR * 4);
+  _tile_stored(2, acc + 32, NR * 4);
+  if (n <= 16) return;
+  acc += 16 * NR;
+  _tile_stored(3, acc, NR * 4);
+  _tile_stored(4, acc + 16, NR * 4);
+  _tile_stored(5, acc + 32, NR * 4);
+}
+#endif
+
 INLINE uint16_t half_of(float x) {  // to the nearest, ties to even
   uint32_t u;
   memcpy(&u, &x, 4);
   if ((u & 0x7fffffff) > 0x7f800000) return (u >> 16) | 0x40;  // not a number
   return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
+
+// This thread's copy of rows x[n][K] in bfloat16; K is even. It has the tiles while it lives.
+struct Halves {
+  const uint32_t *x;
+  long row;    // pairs per row
+  bool tiled;  // there is room for whole tiles of rows; what lies in it may be anything
+  Halves(const float *rows, long n, long K) {
+    static thread_local uint16_t *buffer;
+    static thread_local long size;
+    row = K / 2;
+    long wanted = (n + 15) / 16 * 16 * K;
+    if (size < wanted) {
+      free(buffer);
+      size = (wanted + 31) / 32 * 32;
+      buffer = (uint16_t *)aligned_alloc(64, size * 2);
+    }
+    for (long i = 0; i < n * K; i++) buffer[i] = half_of(rows[i]);
+    x = (const uint32_t *)buffer;
+    tiled = false;
+#if defined(TILES)
+    tiled = has_tiles && row % 16 == 0;
+    if (tiled) _tile_loadconfig(&shapes);
 #endif
+  }
+  ~Halves() {
+#if defined(TILES)
+    if (tiled) _tile_release();
+#endif
+  }
+};
+
+// Both in bfloat16; `w` points to pairs.
+struct Half {
+  typedef Halves Rows;
+  static constexpr int MOST = 32;
+  static void product(const float *w, const Rows &rows, long r, long m, long K, float *acc) {
+    const uint32_t *pairs = (const uint32_t *)w, *x = rows.x + r * rows.row;
+#if defined(TILES)
+    if (rows.tiled) return panel_tiles(pairs, x, m, rows.row, acc);
+#endif
+    for (long i = 0; i < m; i += 8)
+      panel_half(pairs, x + i * rows.row, least(8, m - i), rows.row, acc + i * NR);
+  }
+  static const float *at(const float *w, long panel, long K) { return w + panel * K / 2 * NR; }
+};
+#endif
+
+// y[n][O] (+)= x · Wᵀ + bias, for panels a … b
+template <class As>
+static void linear(const Linear &l, const float *x, float *y, long n, bool add, long a, long b) {
+  alignas(64) float acc[As::MOST * NR];
+  typename As::Rows rows(x, n, l.K);
+  for (long p = a; p < b; p++) {
+    int count = least(NR, l.O - p * NR);
+    for (long r = 0; r < n; r += As::MOST) {
+      long m = least(As::MOST, n - r);
+      As::product(As::at(l.w, p, l.K), rows, r, m, l.K, acc);
+      for (long i = 0; i < m; i++) {
+        float *from = acc + NR * i, *to = y + (r + i) * l.O + p * NR;
+        if (l.bias) for (int j = 0; j < count; j++) from[j] += l.bias[p * NR + j];
+        if (add) for (int j = 0; j < count; j++) to[j] += from[j];
+        else memcpy(to, from, count * 4);
+      }
+    }
+  }
+}
 
 // ---- row by row ----------------------------------------------------------------------------
 
@@ -410,14 +524,12 @@ static void attend_rows(const Layer &L, const float *qkv, const View &w, long r0
          w.v_row, w.L, L.D, L.scale);
 }
 
-}  // namespace
-
-extern "C" {
 
 // x[n][H] → qkv[n][(heads + 2 kv_heads) D]; queries and keys normed and rotated. `sine` has the
 // sign of the rotation in it: (a, b) → (a cos + b sin, b cos + a sin). h: [n][H] of scratch.
-void dw_qkv(const Layer *layer, const float *x, const float *cosine, const float *sine, float *h,
-            float *qkv, long n, int threads) {
+template <class As>
+static void project(const Layer *layer, const float *x, const float *cosine, const float *sine,
+                    float *h, float *qkv, long n, int threads) {
   const Layer &L = *layer;
 #pragma omp parallel num_threads(threads)
   {
@@ -426,7 +538,7 @@ void dw_qkv(const Layer *layer, const float *x, const float *cosine, const float
       rms_norm(x + i * L.H, L.norm_in, L.eps_in, L.H, h + i * L.H);
 #pragma omp barrier
     long P = panels(L.qkv.O);
-    linear(L.qkv, h, qkv, n, false, share(P, t, T), share(P, t + 1, T));
+    linear<As>(L.qkv, h, qkv, n, false, share(P, t, T), share(P, t + 1, T));
 #pragma omp barrier
     long turning = L.heads + L.kv_heads, half = L.D / 2, work = n * turning;
     for (long i = share(work, t, T); i < share(work, t + 1, T); i++) {
@@ -447,9 +559,10 @@ void dw_qkv(const Layer *layer, const float *x, const float *cosine, const float
 
 // The rest of the layer: y = x + attention, then y += mlp. Scratch: attended [n][heads D],
 // h [n][H], inner [n][I].
-void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *views,
-             long num_views, float *attended, float *h, float *inner, float *y, long n,
-             int threads) {
+template <class As>
+static void rest(const Layer *layer, const float *x, const float *qkv, const View *views,
+                 long num_views, float *attended, float *h, float *inner, float *y, long n,
+                 int threads) {
   const Layer &L = *layer;
   long ticket = 0;
 #pragma omp parallel num_threads(threads)
@@ -471,20 +584,19 @@ void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *v
     for (long i = share(n * L.H, t, T); i < share(n * L.H, t + 1, T); i++) y[i] = x[i];
 #pragma omp barrier
     long P = panels(L.out.O);
-    linear(L.out, attended, y, n, true, share(P, t, T), share(P, t + 1, T));
+    linear<As>(L.out, attended, y, n, true, share(P, t, T), share(P, t + 1, T));
 #pragma omp barrier
     for (long i = share(n, t, T); i < share(n, t + 1, T); i++)
       rms_norm(y + i * L.H, L.norm_mlp, L.eps_mlp, L.H, h + i * L.H);
 #pragma omp barrier
     P = panels(L.I);  // the panels of gate and up alternate
-    alignas(64) float gate[MAX_ROWS * NR], up[MAX_ROWS * NR];
-    Packed rows(h, n, L.H);
+    alignas(64) float gate[As::MOST * NR], up[As::MOST * NR];
+    typename As::Rows rows(h, n, L.H);
     for (long p = share(P, t, T); p < share(P, t + 1, T); p++)
-      for (long r = 0; r < n; r += MAX_ROWS) {
-        long m = least(MAX_ROWS, n - r);
-        const float *w = L.gate_up.w + p * L.H * NR * 2;
-        panel(w, rows.x + r * rows.row, m, L.H, gate);
-        panel(w + L.H * NR, rows.x + r * rows.row, m, L.H, up);
+      for (long r = 0; r < n; r += As::MOST) {
+        long m = least(As::MOST, n - r);
+        As::product(As::at(L.gate_up.w, 2 * p, L.H), rows, r, m, L.H, gate);
+        As::product(As::at(L.gate_up.w, 2 * p + 1, L.H), rows, r, m, L.H, up);
         for (long i = 0; i < m; i++) {
           float *g = gate + NR * i;
           UNROLL for (int j = 0; j < NV; j++) {
@@ -496,17 +608,18 @@ void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *v
       }
 #pragma omp barrier
     P = panels(L.down.O);
-    linear(L.down, inner, y, n, true, share(P, t, T), share(P, t + 1, T));
+    linear<As>(L.down, inner, y, n, true, share(P, t, T), share(P, t + 1, T));
   }
 }
 
 // All layers: outputs[num_layers][n][H]; views[num_layers][num_views].
-void dw_stack(const Layer *layers, long num_layers, const float *x, const float *cosine,
-              const float *sine, const View *views, long num_views, float *h, float *qkv,
-              float *attended, float *inner, float *outputs, long n, int threads) {
+template <class As>
+static void stack(const Layer *layers, long num_layers, const float *x, const float *cosine,
+                  const float *sine, const View *views, long num_views, float *h, float *qkv,
+                  float *attended, float *inner, float *outputs, long n, int threads) {
   for (long l = 0; l < num_layers; l++, views += num_views) {
     const Layer &L = layers[l];
-    dw_qkv(&L, x, cosine, sine, h, qkv, n, threads);
+    project<As>(&L, x, cosine, sine, h, qkv, n, threads);
     for (const View *w = views; w < views + num_views; w++)
       for (long r = 0; r < w->n; r++)
         for (long g = 0; g < L.kv_heads; g++) {
@@ -515,18 +628,48 @@ void dw_stack(const Layer *layers, long num_layers, const float *x, const float 
           memcpy(w->new_V + g * w->v_head + r * w->v_row, key + L.kv_heads * L.D, L.D * 4);
         }
     float *y = outputs + l * n * L.H;
-    dw_rest(&L, x, qkv, views, num_views, attended, h, inner, y, n, threads);
+    rest<As>(&L, x, qkv, views, num_views, attended, h, inner, y, n, threads);
     x = y;
   }
 }
 
-void dw_linear(const Linear *l, const float *x, float *y, long n, int threads) {
+template <class As>
+static void linear_all(const Linear *l, const float *x, float *y, long n, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     long t = omp_get_thread_num(), T = omp_get_num_threads(), P = panels(l->O);
-    linear(*l, x, y, n, false, share(P, t, T), share(P, t + 1, T));
+    linear<As>(*l, x, y, n, false, share(P, t, T), share(P, t + 1, T));
   }
 }
+
+}  // namespace
+
+extern "C" {
+
+void dw_qkv(const Layer *layer, const float *x, const float *cosine, const float *sine, float *h,
+            float *qkv, long n, int threads) {
+  project<Single>(layer, x, cosine, sine, h, qkv, n, threads);
+}
+
+void dw_rest(const Layer *layer, const float *x, const float *qkv, const View *views,
+             long num_views, float *attended, float *h, float *inner, float *y, long n,
+             int threads) {
+  rest<Single>(layer, x, qkv, views, num_views, attended, h, inner, y, n, threads);
+}
+
+#define STACK(NAME, AS)                                                                          \
+  void NAME(const Layer *layers, long num_layers, const float *x, const float *cosine,           \
+            const float *sine, const View *views, long num_views, float *h, float *qkv,          \
+            float *attended, float *inner, float *outputs, long n, int threads) {                \
+    stack<AS>(layers, num_layers, x, cosine, sine, views, num_views, h, qkv, attended, inner,    \
+              outputs, n, threads);                                                              \
+  }
+#define LINEAR(NAME, AS)                                                              \
+  void NAME(const Linear *l, const float *x, float *y, long n, int threads) {          \
+    linear_all<AS>(l, x, y, n, threads);                                               \
+  }
+STACK(dw_stack, Single)
+LINEAR(dw_linear, Single)
 
 // W[O][K] into panels, `stride` apart (2 where those of two matrices alternate)
 void dw_pack(const float *W, float *out, long K, long O, long stride, int threads) {
@@ -540,48 +683,31 @@ void dw_pack(const float *W, float *out, long K, long O, long stride, int thread
 }
 
 #if defined(__AVX512BF16__)
-int dw_has_half(void) { return 1; }
+int dw_has_half(void) {
+#if defined(TILES)
+  has_tiles = may_use_tiles();
+#endif
+  return 1;
+}
+STACK(dw_stack_half, Half)
+LINEAR(dw_linear_half, Half)
 
-// W[O][K] into panels of bfloat16 pairs [O / NR][K / 2][NR][2]; K is even
-void dw_pack_half(const float *W, uint16_t *out, long K, long O, int threads) {
+// W[O][K] into panels of bfloat16 pairs [O / NR][K / 2][NR][2], `stride` apart; K is even
+void dw_pack_half(const float *W, uint16_t *out, long K, long O, long stride, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (long p = 0; p < panels(O); p++)
     for (long k = 0; k < K; k++)
       for (int j = 0; j < NR; j++) {
         long o = p * NR + j;
-        out[(p * K + k / 2 * 2) * NR + 2 * j + k % 2] = o < O ? half_of(W[o * K + k]) : 0;
+        out[(p * stride * K + k / 2 * 2) * NR + 2 * j + k % 2] =
+            o < O ? half_of(W[o * K + k]) : 0;
       }
-}
-
-// y[n][O] = x · Wᵀ + bias; `halves` has room for x in bfloat16
-void dw_linear_half(const Linear *l, const float *x, uint16_t *halves, float *y, long n,
-                    int threads) {
-  long K = l->K, O = l->O;
-#pragma omp parallel num_threads(threads)
-  {
-    long t = omp_get_thread_num(), T = omp_get_num_threads(), P = panels(O);
-    for (long i = share(n * K, t, T); i < share(n * K, t + 1, T); i++) halves[i] = half_of(x[i]);
-#pragma omp barrier
-    alignas(64) float acc[8 * NR];
-    const uint32_t *pairs = (const uint32_t *)halves, *w = (const uint32_t *)l->w;
-    for (long p = share(P, t, T); p < share(P, t + 1, T); p++) {
-      int count = least(NR, O - p * NR);
-      for (long r = 0; r < n; r += 8) {
-        long m = least(8, n - r);
-        panel_half(w + p * (K / 2) * NR, pairs + r * (K / 2), m, K / 2, acc);
-        for (long i = 0; i < m; i++) {
-          float *from = acc + NR * i;
-          if (l->bias) for (int j = 0; j < count; j++) from[j] += l->bias[p * NR + j];
-          memcpy(y + (r + i) * O + p * NR, from, count * 4);
-        }
-      }
-    }
-  }
 }
 #else
 int dw_has_half(void) { return 0; }
-void dw_pack_half(const float *, uint16_t *, long, long, int) {}
-void dw_linear_half(const Linear *, const float *, uint16_t *, float *, long, int) {}
+STACK(dw_stack_half, Single)  // never called
+LINEAR(dw_linear_half, Single)
+void dw_pack_half(const float *, uint16_t *, long, long, long, int) {}
 #endif
 
 int dw_panel(void) { return NR; }

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import CDLL, RTLD_GLOBAL, c_float, c_int, c_long, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -67,7 +67,7 @@ class Native:
         panel: outputs per panel of packed weights.
         vector: floats per vector; head sizes must be a multiple.
         has_half: whether there are products in bfloat16.
-        qkv, rest, stack, linear, linear_half: see ``native.cpp``.
+        qkv, rest, stack, stack_half, linear, linear_half: see ``native.cpp``.
     """
 
     def __init__(self, library: CDLL) -> None:
@@ -76,13 +76,15 @@ class Native:
         library.dw_stack.argtypes = [
             c_void_p, c_long, *[c_void_p] * 4, c_long, *[c_void_p] * 5, c_long, c_int
         ]  # fmt: skip
-        library.dw_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
-        library.dw_linear_half.argtypes = [c_void_p] * 4 + [c_long, c_int]
-        library.dw_pack_half.argtypes = [c_void_p, c_void_p, c_long, c_long, c_int]
-        library.dw_pack.argtypes = [c_void_p, c_void_p, c_long, c_long, c_long, c_int]
+        library.dw_stack_half.argtypes = library.dw_stack.argtypes
+        for product in (library.dw_linear, library.dw_linear_half):
+            product.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        for pack in (library.dw_pack, library.dw_pack_half):
+            pack.argtypes = [c_void_p, c_void_p, c_long, c_long, c_long, c_int]
         self.qkv: Callable[..., Any] = library.dw_qkv
         self.rest: Callable[..., Any] = library.dw_rest
         self.stack: Callable[..., Any] = library.dw_stack
+        self.stack_half: Callable[..., Any] = library.dw_stack_half
         self.linear: Callable[..., Any] = library.dw_linear
         self.linear_half: Callable[..., Any] = library.dw_linear_half
         self._pack: Callable[..., Any] = library.dw_pack
@@ -94,27 +96,26 @@ class Native:
 
     def packed(self, *matrices: torch.Tensor) -> torch.Tensor:
         """Matrices [out, in] of one shape in panels of ``panel`` outputs, those of all in turn."""
+        return self._in_panels(self._pack, matrices, matrices[0].shape[1])
+
+    def packed_half(self, *matrices: torch.Tensor) -> torch.Tensor:
+        """As ``packed``, rounded to bfloat16; two numbers in each float32, so ``in`` is even."""
+        inputs = matrices[0].shape[1]
+        assert inputs % 2 == 0
+        return self._in_panels(self._pack_half, matrices, inputs // 2)
+
+    def _in_panels(
+        self, pack: Callable[..., Any], matrices: Sequence[torch.Tensor], floats: int
+    ) -> torch.Tensor:
+        """``floats``: that one output's weights take."""
         outputs, inputs = matrices[0].shape
-        stride = len(matrices)
-        size = -(-outputs // self.panel) * self.panel * inputs
-        buffer = self._arena.take(size * stride)
+        stride, panel = len(matrices), self.panel * floats
+        buffer = self._arena.take(-(-outputs // self.panel) * panel * stride)
         for index, matrix in enumerate(matrices):
             assert matrix.shape == (outputs, inputs)
-            start = buffer.data_ptr() + 4 * index * self.panel * inputs
+            start = buffer.data_ptr() + 4 * index * panel
             rows = matrix.contiguous()
-            threads = torch.get_num_threads()
-            self._pack(rows.data_ptr(), start, inputs, outputs, stride, threads)
-        return buffer
-
-    def packed_half(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix [out, in] in panels, rounded to bfloat16; two numbers in each float32."""
-        outputs, inputs = matrix.shape
-        assert inputs % 2 == 0
-        buffer = self._arena.take(-(-outputs // self.panel) * self.panel * inputs // 2)
-        rows = matrix.contiguous()
-        self._pack_half(
-            rows.data_ptr(), buffer.data_ptr(), inputs, outputs, torch.get_num_threads()
-        )
+            pack(rows.data_ptr(), start, inputs, outputs, stride, torch.get_num_threads())
         return buffer
 
 

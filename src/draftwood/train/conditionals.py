@@ -102,8 +102,6 @@ def conditionals(
     """
     best = log_probs.topk(width, dim=-1)
     values, ids = best.values.double(), best.indices
-    shifts = tables.shifts(
-        hidden[:, 1:].flatten(0, 1), ids[:, :-1].flatten(0, 1), ids[:, 1:].flatten(0, 1)
-    )
+    shifts = tables.shifts(hidden, ids).flatten(0, 1)
     later = conditional(values[:, 1:].flatten(0, 1), shifts)
     return Conditionals(ids, values[:, 0], later.view(*ids[:, 1:].shape[:2], width, width))
