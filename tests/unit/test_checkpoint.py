@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_network import HIDDEN, VOCAB, features, tiny_config, tiny_network
 
-from draftwood.draft import checkpoint
+from draftwood.draft import folder as files
 from draftwood.draft.checkpoint import check_compatible, load_draft, save_draft
-from draftwood.draft.config import FULL, SLIDING, config_to_json, parse_config
+from draftwood.draft.config import FULL, SLIDING
+from draftwood.draft.config_json import config_to_json, parse_config
 
 LAYER_KEYS: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -325,7 +326,7 @@ def test_interrupted_save_keeps_the_old_folder(
         Path(file).write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", disk_full)
+    monkeypatch.setattr(files, "save_file", disk_full)
     with pytest.raises(OSError, match="no space"):
         save_draft(folder, network.config, network, dtype=torch.float32)
     assert torch.equal(load_draft(folder)[1].fc.weight, before)

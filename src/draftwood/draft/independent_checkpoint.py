@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftwood.draft.checkpoint import (
+from draftwood.draft.checkpoint import check_weights
+from draftwood.draft.folder import (
     CONFIG,
-    check_weights,
     find_folder,
     on_disk,
     read_json,

@@ -13,8 +13,10 @@ from draftwood.draft.autoregressive import AutoregressiveDrafter
 from draftwood.draft.base import Drafter, NullDrafter
 from draftwood.draft.blend import BlendDrafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
-from draftwood.draft.checkpoint import CONFIG, WEIGHTS, check_compatible, instead, load_draft
-from draftwood.draft.config import DraftConfig, parse_config
+from draftwood.draft.checkpoint import check_compatible, load_draft
+from draftwood.draft.config import DraftConfig
+from draftwood.draft.config_json import parse_config
+from draftwood.draft.folder import CONFIG, WEIGHTS, instead
 from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
 from draftwood.draft.independent_config import is_independent

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftwood.draft.checkpoint import find_folder
+from draftwood.draft.folder import find_folder
 from draftwood.draft.independent_checkpoint import check_fits, load_independent, save_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from draftwood.draft.checkpoint import CONFIG, MARKOV, check_compatible, find_folder, load_draft
+from draftwood.draft.checkpoint import check_compatible, load_draft
 from draftwood.draft.config import DraftConfig
+from draftwood.draft.folder import CONFIG, MARKOV, find_folder
 from draftwood.draft.independent_checkpoint import check_fits, load_independent
 from draftwood.draft.independent_config import IndependentConfig, is_independent
 from draftwood.draft.independent_network import IndependentNetwork
