@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_cli import passes, prompts
 
 from draftwood.draft.independent_checkpoint import load_independent, save_independent
+from draftwood.draft.independent_layers import BodyMLP
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
 from draftwood.train.distill import DistillObjective, distillation_loss, smallest_share
@@ -206,6 +208,36 @@ def test_without_recovery_the_weights_stay(drafter: Path, target: Target, tmp_pa
     kept = load_independent(last.folder).state_dict()
     whole = load_independent(drafter).state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in kept.items())
+
+
+def test_mixed_precision_is_that_of_layers_not_of_scores(
+    drafter: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prune_drafter(drafter, target, ROWS, tmp_path / "whole", settings(min_depth=2))
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    layer, logits = BodyMLP.forward, IndependentNetwork.logits
+
+    def watched_layer(self: BodyMLP, x: torch.Tensor) -> torch.Tensor:
+        out = layer(self, x)
+        seen.append((out.dtype, torch.bfloat16))
+        return out
+
+    def watched_logits(self: IndependentNetwork, hidden: torch.Tensor) -> torch.Tensor:
+        out = logits(self, hidden)
+        if not torch.is_grad_enabled():
+            seen.append((out.dtype, torch.float32))
+        return out
+
+    monkeypatch.setattr(BodyMLP, "forward", watched_layer)
+    monkeypatch.setattr(IndependentNetwork, "logits", watched_logits)
+    monkeypatch.setattr("draftwood.train.prune.draft_seconds", lambda *_, **__: 1.0)
+    table = prune_drafter(
+        drafter, target, ROWS, tmp_path / "mixed", settings(min_depth=2),
+        accelerator=Accelerator(cpu=True, mixed_precision="bf16"),
+    )  # fmt: skip
+    assert len({want for _, want in seen}) == 2
+    assert all(dtype == want for dtype, want in seen)
+    assert table.stages[0].tau == pytest.approx(whole.stages[0].tau, rel=0.05)
 
 
 def test_an_interrupted_run_continues(

@@ -93,6 +93,13 @@ def prune(
     ] = 3.0,
     max_len: Annotated[int, typer.Option(min=2, help="Longer replies are left out.")] = 2048,
     seed: Annotated[int, typer.Option()] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="Of the products: 'auto', 'float32' or 'bfloat16'; 'auto' is bfloat16 where that "
+            "is clearly faster.",
+        ),
+    ] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
@@ -100,6 +107,7 @@ def prune(
 
     Prints the folder of the depth that is fastest by estimate among those that --keep allows.
     """
+    from draftwood.cli.accelerator import open_accelerator
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
     from draftwood.target.load import load_target
@@ -134,8 +142,15 @@ def prune(
     keep_freed_memory()
     choose_threads()
     rows = [row for path in data for row in load_rows(path)]
-    model = load_target(target, dtype=dtype, device=device)
-    table = prune_drafter(drafter, model, rows, out, config, on_stage=_show)
+    accelerator = open_accelerator(device, precision)
+    if accelerator is not None and accelerator.num_processes > 1:
+        raise typer.BadParameter("prune is for one process; run it without accelerate launch")
+    model = load_target(
+        target, dtype=dtype, device=device if accelerator is None else str(accelerator.device)
+    )
+    table = prune_drafter(
+        drafter, model, rows, out, config, on_stage=_show, accelerator=accelerator
+    )
     write_csv(table, out)
     try:
         write_plot({order: table}, out / "prune.png")

@@ -111,7 +111,7 @@ def replay(
         width = max(width, 8 * MANY**2)
     step = max(_MAX_SCORES // (hidden.shape[1] * width), 1)
     for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True):
-        log_probs = network.logits(rows).float().log_softmax(dim=-1)
+        log_probs = _exact_logits(network, rows).log_softmax(dim=-1)
         right += (log_probs.argmax(-1) == wanted).sum(0)
         found = (
             accepted_lengths(log_probs, wanted, budgets)
@@ -142,12 +142,18 @@ def loop_cycles(network: Network, example: Example, budget: int) -> int:
     alive = torch.arange(len(labels), device=hidden.device)
     for depth in range(labels.shape[1]):
         parts = hidden[alive, depth].split(max(_MAX_SCORES // network.config.head_size, 1))
-        best = torch.cat([network.logits(rows).argmax(-1) for rows in parts])
+        best = torch.cat([_exact_logits(network, rows).argmax(-1) for rows in parts])
         alive = alive[best == labels[alive, depth]]
         accepted[alive] += 1
         if not len(alive):
             break
     return count_cycles(accepted.cpu().numpy())
+
+
+def _exact_logits(network: Network, hidden: torch.Tensor) -> torch.Tensor:
+    """In the head's own precision also in mixed precision, where many would be tied."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return network.logits(hidden.to(network.head_weight().dtype)).float()
 
 
 def _summary(replays: Sequence[Replay], budgets: Sequence[int]) -> Acceptance:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def prune_drafter(
     config: PruneConfig,
     *,
     on_stage: Callable[[Stage], None] | None = None,
+    accelerator: Any = None,
 ) -> Table:
     """Remove layers one at a time until a target is met, or continue the run in ``folder``.
 
@@ -97,6 +99,7 @@ def prune_drafter(
         rows: its replies; the held-out part chooses layers and measures τ.
         folder: gets ``prune.json`` and ``depth-NN/draft`` for every depth.
         on_stage: called with every depth that is done.
+        accelerator: an ``accelerate.Accelerator`` of one process, for mixed precision.
 
     Raises:
         ValueError: rows, drafter or settings do not fit each other or the folder's run.
@@ -110,7 +113,7 @@ def prune_drafter(
             f"pruning needs replies to recover on and held-out ones to measure on, got "
             f"{len(train)} and {len(held)}; generate more, or raise held_out_percent"
         )
-    run = _Run(str(drafter), target, train, list(map(as_example, held)), path, config)
+    run = _Run(str(drafter), target, train, list(map(as_example, held)), path, config, accelerator)
     shown = 0
     while True:
         if on_stage is not None:
@@ -133,9 +136,10 @@ class _Run:
         held: Sequence[Example],
         folder: Path,
         config: PruneConfig,
+        accelerator: Any,
     ) -> None:
         self._drafter, self._target, self._folder, self.config = drafter, target, folder, config
-        self._train, self._held = train, held
+        self._train, self._held, self._accelerator = train, held, accelerator
         self.teacher = self._load(drafter)
         table = Table.load(folder, drafter)
         settings = self._settings()
@@ -197,10 +201,11 @@ class _Run:
         file = where / "ranking.json"
         if not file.is_file():
             config = self.config
-            ranking = rank_layers(
-                student, config.order, self._held[: config.num_ranking], budget=config.budget,
-                confidence=config.confidence, seed=config.seed,
-            )  # fmt: skip
+            with self._mixed():
+                ranking = rank_layers(
+                    student, config.order, self._held[: config.num_ranking], budget=config.budget,
+                    confidence=config.confidence, seed=config.seed,
+                )  # fmt: skip
             write_kept(file, [asdict(one) for one in ranking])
         try:
             return LayerScore(**read_kept(file)[0])
@@ -211,7 +216,10 @@ class _Run:
         pruned.requires_grad_(True).train()
         objective = DistillObjective(pruned, self.teacher, recovery.loss, self.config.margin)
         # nothing is evaluated by the trainer: what it saves is measured after
-        Trainer(objective, TokenSource(self._train), list, where, recovery).run()
+        source, mixed = TokenSource(self._train), self._accelerator
+        Trainer(objective, source, list, where, recovery, accelerator=mixed).run()
+        if mixed is not None:
+            mixed.free_memory()  # it keeps what it prepared
 
     def _add(
         self, network: IndependentNetwork, removed: int | None, tau_without: float | None, at: str
@@ -236,8 +244,12 @@ class _Run:
         held = [one for one in self._held[: config.num_validation] if one.num_anchors]
         if not held:
             raise ValueError("the held-out replies have no token to predict; generate longer ones")
-        cycles = sum(loop_cycles(network.eval(), one, config.budget) for one in held)
+        with self._mixed():
+            cycles = sum(loop_cycles(network.eval(), one, config.budget) for one in held)
         return sum(one.num_anchors for one in held) / cycles
+
+    def _mixed(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
     def _load(self, folder: str) -> IndependentNetwork:
         network = load_independent(folder, device=self._target.device)
