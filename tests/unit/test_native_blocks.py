@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -141,6 +142,23 @@ def test_rows_of_an_independent_drafter(
             ]
             found.append(torch.cat(run_rows(network, plans, caches)))
     assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()
+
+
+def test_copies_share_weights_and_not_buffers(native: Native) -> None:
+    network = network_of(**LARGE)
+    made = BlockPass(network)
+    twin = copy.deepcopy(made)
+    block = torch.randn(1, network.config.block_size, network.config.hidden_size)
+    with torch.inference_mode():
+        want = made.hidden(block, [made.new_cache()], 4)
+        got = twin.hidden(block, [twin.new_cache()], 4)
+    assert torch.equal(got, want)
+    ours, theirs = made._native, twin._native
+    assert ours is not None
+    assert theirs is not None
+    assert theirs is not ours
+    assert theirs._kept[0] is ours._kept[0]
+    assert theirs._scratch is not ours._scratch
 
 
 def test_what_the_kernels_cannot_run_is_left_alone(native: Native) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,12 @@ class NativeBlocks:
         groups = len(attention.q_proj.weight) // len(attention.k_proj.weight)
         fits = head_dim % (2 * native.vector) == 0 and head_dim <= _MAX_HEAD_DIM
         return NativeBlocks(native, layers, head_dim) if fits and groups <= _MAX_GROUPS else None
+
+    def __deepcopy__(self, _memo: object) -> NativeBlocks:
+        """The same weights, which nothing changes, and buffers of its own."""
+        other = copy.copy(self)
+        other._scratch = Scratch()
+        return other
 
     def run(
         self,

@@ -49,6 +49,9 @@ class HalfLinear:
         pointers = [None if one is None else one.data_ptr() for one in self._kept]
         self._spec = Linear(*pointers, *weight.shape[::-1])
 
+    def __deepcopy__(self, _memo: object) -> HalfLinear:
+        return self  # nothing changes it
+
     @staticmethod
     def suits(weight: torch.Tensor) -> bool:
         """Whether a float32 weight is large enough to gain."""

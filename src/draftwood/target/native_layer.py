@@ -70,6 +70,9 @@ class NativeLinear:
     def copied_bytes(self) -> int:
         return self._kept[0].nbytes
 
+    def __deepcopy__(self, _memo: object) -> NativeLinear:
+        return self  # nothing changes it
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
         out = torch.empty(rows.shape[0], self.spec.O)

@@ -17,16 +17,14 @@ from draftwood.bench.engines.memory import PeakMemory
 from draftwood.bench.reliability import Reliability
 from draftwood.bench.runs import Request, rerun_row
 from draftwood.draft.base import Drafter
-from draftwood.draft.products import HalfLinear
 from draftwood.engine import Engine
 from draftwood.records import Output
 from draftwood.target.model import Target
-from draftwood.target.native_layer import NativeLinear
 from draftwood.tree.budget import BudgetPolicy, CycleState
 from draftwood.tree.latency import LatencyModel
 from draftwood.tree.tree import IntArray, ScoredPrefixes
 
-_SHARED = (torch.Tensor, nn.Module, Target, NativeLinear, HalfLinear)
+_SHARED = (torch.Tensor, nn.Module, Target)
 
 
 class OwnRunner:
