@@ -12,7 +12,7 @@ Nothing runs asynchronously here, so any drafter will do, also one that reads ta
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,18 @@ def kind_of_hit(outcomes: Outcomes, chosen: Outcomes, node: int, bonus: int) -> 
     return "end" if chosen.depths[here].max() == outcomes.depths.max() else "soft"
 
 
-def collect(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[int], int]:
-    """Per prompt and cycle the kind of hit of each choice; tokens of each cycle; block size."""
+def collect(
+    args: argparse.Namespace, choices_of: Callable[[int], dict[str, tuple[Choice, int]]]
+) -> tuple[list[list[dict[str, str]]], list[int], int]:
+    """Per prompt and cycle the kind of hit of each choice; tokens of each cycle; block size.
+
+    Args:
+        choices_of: block size → choices of branches with their number.
+    """
     target = load_target(args.target)
     wide = Wide(named_drafter(args.drafter, target))
     block_size = wide.horizon + 1
-    named = choices(block_size, args.n_async)
+    named = choices_of(block_size)
     kinds: list[list[dict[str, str]]] = []
     tokens: list[int] = []
 
@@ -165,7 +171,7 @@ def main() -> None:
     parser.add_argument("--n-async", type=int, default=384)
     parser.add_argument("--name", default="ahead_hits")
     args = parser.parse_args()
-    kinds, tokens, block_size = collect(args)
+    kinds, tokens, block_size = collect(args, lambda size: choices(size, args.n_async))
     kinds = [cycles for cycles in kinds if cycles]
     found = {name: rates(kinds, name) for name in choices(block_size, args.n_async)}
     print(f"{len(tokens)} cycles, {np.mean(tokens):.2f} tokens each; N_async = {args.n_async}")

@@ -12,8 +12,13 @@ branches; a branch that foresaw the bonus token is the next draft, after one tha
 block is one token shorter and one position deeper in its decay, otherwise the target waits for a
 draft.
 
+With ``--drafter`` cycles are not drawn but recorded: that drafter's chains for the demo model, and
+what the target made of them. A hit's draft is the one that was recorded next; after the whole
+chain, where the bonus was not known, it would have been another, so that counts as a miss here.
+
     python benchmarks/ahead_sim.py                  # both targets, C × F, N_async
     python benchmarks/ahead_sim.py --verify 32      # trees of 32 nodes instead of chains
+    python benchmarks/ahead_sim.py --drafter FOLDER --name ahead_sim_recorded
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ahead_hits import Named, kind_of_hit
+from ahead_hits import Named, collect, kind_of_hit
 from common import save
 
 from draftwood.ahead.choice import Choice, Grid
@@ -169,9 +174,30 @@ def play(process: Process, choice: Choice | None, branches: int, args: Namespace
     return events
 
 
-def clock(process: Process, target: Device, events: list[Event]) -> float:
+def recorded(args: Namespace) -> tuple[int, list[tuple[str, list[Event]]]]:
+    """Block size, and a generation for everything that is compared, from one run of a drafter."""
+    kinds, tokens, size = collect(
+        args,
+        lambda size: {
+            name: (choice, branches) for name, choice, branches in sweeps(size, args) if choice
+        },
+    )
+    cycles = [cycle for prompt in kinds for cycle in prompt]
+    found = []
+    for name, choice, branches in sweeps(size, args):
+        rows = 0 if choice is None else size * (branches + 1)
+        hits = [choice is not None and cycle[name] == "hit" for cycle in cycles]
+        events = [
+            Event(count, size, rows, "hit" if hit else "miss")
+            for count, hit in zip(tokens, hits, strict=True)
+        ]
+        found.append((name, events))
+    return size, found
+
+
+def clock(block_size: int, target: Device, events: list[Event]) -> float:
     """Seconds until the last draft: the target and the drafter each do one thing at a time."""
-    draft_s = DRAFTER.seconds(process.block_size) + LINK_S
+    draft_s = DRAFTER.seconds(block_size) + LINK_S
     target_free = drafter_free = 0.0
     draft_ready = draft_s
     for event in events:
@@ -185,12 +211,12 @@ def clock(process: Process, target: Device, events: list[Event]) -> float:
     return draft_ready
 
 
-def summary(process: Process, target: Device, events: list[Event]) -> dict[str, float]:
+def summary(block_size: int, target: Device, events: list[Event]) -> dict[str, float]:
     """Speedup over plain decoding on the target's device, and how it came about."""
     num_tokens = sum(event.num_tokens for event in events)
     kinds = [event.kind for event in events]
     return {
-        "speedup": num_tokens * target.seconds(1) / clock(process, target, events),
+        "speedup": num_tokens * target.seconds(1) / clock(block_size, target, events),
         "hit_rate": (kinds.count("hit") + kinds.count("end")) / len(kinds),
         "open": kinds.count("soft") / len(kinds),
         "acceptance_length": num_tokens / len(kinds),
@@ -222,21 +248,33 @@ def main() -> None:
     parser.add_argument("--positions", **many, default=[4, 8, 12, 16])
     parser.add_argument("--alternatives", **many, default=[1, 2, 4, 8])
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--drafter", help="take the cycles of this one, decoding the demo model")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--name", default="ahead_sim")
     args = parser.parse_args()
     process = Process()
     found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in args.targets}
-    for label, choice, branches in sweeps(process.block_size, args):
-        events = play(process, choice, branches, args)
+    if args.drafter:
+        args.target, args.temperature = "demo", 0.0
+        size, plays = recorded(args)
+    else:
+        size = process.block_size
+        plays = [
+            (name, play(process, choice, branches, args))
+            for name, choice, branches in sweeps(size, args)
+        ]
+    for label, events in plays:
         print(f"SIMULATED {label}", flush=True)
         for name, rows in found.items():
-            row = rows[label] = summary(process, TARGETS[name], events)
+            row = rows[label] = summary(size, TARGETS[name], events)
             print(f"  {name:4} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
     for name, rows in found.items():
         best = max(rows, key=lambda label: rows[label]["speedup"])
         print(f"best for {name}, simulated: {best}, {rows[best]['speedup']:.2f}x")
     save(
-        args.name, is_simulation=True, settings=vars(args), process=vars(process),
+        args.name, is_simulation=True, settings=vars(args),
+        process=None if args.drafter else vars(process),
         drafter=vars(DRAFTER), targets={name: vars(TARGETS[name]) for name in args.targets},
         results=found,
     )  # fmt: skip
