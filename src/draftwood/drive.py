@@ -31,7 +31,7 @@ def generate(
     try:
         for prompt, setting in zip(many, settings, strict=True):
             seqs.append(_added(engine, prompt, setting, raw=raw))
-        while any(seq.finish_reason is None for seq in seqs):
+        while not _are_done(engine, seqs):
             engine._advance()
     finally:
         _end(engine, seqs)
@@ -49,11 +49,12 @@ def stream(
     num_given = 0
     try:
         while True:
-            piece = seq.text.taken[num_given:]
+            with engine._turn:  # whoever runs the last cycle writes the end of the text as well
+                piece, is_done = seq.text.taken[num_given:], seq.finish_reason is not None
             num_given += len(piece)
             if piece:
                 yield piece
-            elif seq.finish_reason is None:
+            elif not is_done:
                 engine._advance()
             elif seq.finish_reason == "error":
                 raise DraftwoodError(seq.error)
@@ -67,8 +68,14 @@ def _added(
     engine: Engine, prompt: Prompt, params: SamplingParams | None, *, raw: bool
 ) -> SequenceState:
     """A new sequence's own record, so that nobody depends on who runs the cycles."""
-    engine._driven.add(engine.add(prompt, params, raw=raw))
-    return engine._waiting[-1]
+    with engine._turn:
+        engine._driven.add(engine.add(prompt, params, raw=raw))
+        return engine._waiting[-1]
+
+
+def _are_done(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
+    with engine._turn:
+        return all(seq.finish_reason is not None for seq in seqs)
 
 
 def _end(engine: Engine, seqs: Sequence[SequenceState]) -> None:

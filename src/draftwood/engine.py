@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from draftwood.verify import row_logits, walk
 class Engine:
     """Decodes any number of sequences on one target, one drafter and one budget policy.
 
-    Sequences join (``add``) and leave (a stop, ``abort``) between cycles. Not thread-safe.
+    Sequences join (``add``) and leave (a stop, ``abort``) between cycles. Threads may share one:
+    their sequences are decoded together, each cycle by whoever comes first.
 
     Args:
         target: the model whose output must not change.
@@ -79,6 +81,7 @@ class Engine:
         self._driven: set[int] = set()  # by generate and stream, which look at their records
         self._unread: list[StepEvent] = []
         self._next_id = 0
+        self._turn = RLock()  # listeners of a cycle may call abort
 
     # ---- the loop -------------------------------------------------------------------------
 
@@ -215,19 +218,20 @@ class Engine:
             ValueError: an empty or too long prompt, an unknown token or sequence id, stop strings
                 without a tokenizer.
         """
-        if resume is not None and resume not in self._kept:
-            raise ValueError(f"no kept sequence {resume} to resume; add it with keep=True first")
-        seq = new_sequence(
-            self.target, self._next_id, prompt, params or SamplingParams(), raw=raw,
-            processors=processors, stop_when=stop_when, sample_index=sample_index, keep=keep,
-            old=self._kept.get(resume) if resume is not None else None,
-        )  # fmt: skip
-        if resume is not None:
-            del self._kept[resume]
-            self.drafter.truncate(seq.seq_id, seq.cache.length)
-        self._next_id = max(self._next_id, seq.seq_id + 1)
-        self._waiting.append(seq)
-        return seq.seq_id
+        with self._turn:
+            if resume is not None and resume not in self._kept:
+                raise ValueError(f"no kept sequence {resume} to resume; add it with keep=True")
+            seq = new_sequence(
+                self.target, self._next_id, prompt, params or SamplingParams(), raw=raw,
+                processors=processors, stop_when=stop_when, sample_index=sample_index, keep=keep,
+                old=self._kept.get(resume) if resume is not None else None,
+            )  # fmt: skip
+            if resume is not None:
+                del self._kept[resume]
+                self.drafter.truncate(seq.seq_id, seq.cache.length)
+            self._next_id = max(self._next_id, seq.seq_id + 1)
+            self._waiting.append(seq)
+            return seq.seq_id
 
     def step(self) -> list[StepEvent]:
         """Admit waiting sequences and run one cycle; [] when there is nothing to do.
@@ -236,16 +240,18 @@ class Engine:
             What happened to the sequences that were added, also in cycles that ``generate`` and
             ``stream`` ran since the last ``step``; their own sequences come up only in those.
         """
-        self._advance()
-        events, self._unread = self._unread, []
-        return events
+        with self._turn:
+            self._advance()
+            events, self._unread = self._unread, []
+            return events
 
     def _advance(self) -> None:
         """One cycle; its events wait for ``step``, but for sequences that need none."""
-        while self._waiting and len(self._running) < self.max_batch:
-            self._running.append(self._waiting.popleft())
-        events = self.cycle(list(self._running)) if self._running else []
-        self._unread += [event for event in events if event.seq_id not in self._driven]
+        with self._turn:
+            while self._waiting and len(self._running) < self.max_batch:
+                self._running.append(self._waiting.popleft())
+            events = self.cycle(list(self._running)) if self._running else []
+            self._unread += [event for event in events if event.seq_id not in self._driven]
 
     def abort(self, seq_id: int) -> Output | None:
         """End a sequence and free its memory, or free a kept one; None if unknown.
@@ -254,16 +260,17 @@ class Engine:
         frees it.
         """
         groups: tuple[Any, ...] = (self._running, self._waiting)
-        for group in groups:
-            for seq in [seq for seq in group if seq.seq_id == seq_id]:
-                group.remove(seq)
-                seq.finish_reason = "abort"
-                self._retire(seq)
-                return seq.output()
-        kept = self._kept.pop(seq_id, None)
-        if kept is not None:
-            self._free(kept)
-        return kept.output() if kept is not None else None
+        with self._turn:
+            for group in groups:
+                for seq in [seq for seq in group if seq.seq_id == seq_id]:
+                    group.remove(seq)
+                    seq.finish_reason = "abort"
+                    self._retire(seq)
+                    return seq.output()
+            kept = self._kept.pop(seq_id, None)
+            if kept is not None:
+                self._free(kept)
+            return kept.output() if kept is not None else None
 
     @property
     def num_active(self) -> int:

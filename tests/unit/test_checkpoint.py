@@ -224,6 +224,54 @@ def test_incomplete_or_foreign_configurations_are_refused(tmp_path: Path, name: 
         load_draft(write(tmp_path / "d", {**z_lab(), **change}, weights()))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": [1]},
+        {"rope_theta": 0, "rope_parameters": None},
+        {"rope_theta": float("nan"), "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}, "rope_parameters": None},
+        {"dflash_config": "x"},
+        {"layer_types": 5},
+        {"dflash_config": {"mask_token_id": 7, "target_layer_ids": 5}},
+        {"dflash_config": {"mask_token_id": 1.7, "target_layer_ids": [1, 3]}},
+        {"hidden_size": [1]},
+        {"hidden_size": -576},
+        {"hidden_size": "abc"},
+        {"num_key_value_heads": -3},
+        {"rms_norm_eps": "x"},
+        {"rms_norm_eps": 0},
+        {"block_size": 2.5},
+        {"sliding_window": -3, "layer_types": [SLIDING, FULL]},
+    ],
+    ids=repr,
+)
+def test_what_a_configuration_must_not_say_names_the_file(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_draft(write(tmp_path / "d", {**z_lab(), **change}, weights()))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, b"\xff\xfe", "[1]", "{"])
+def test_files_that_are_no_json_object(tmp_path: Path, text: str | bytes) -> None:
+    path = write(tmp_path / "d", z_lab(), weights())
+    (path / "config.json").write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_draft(path)
+
+
+@pytest.mark.parametrize(
+    "index", [{"weight_map": [1]}, {"weight_map": None}, {"weight_map": {"a": 3}}]
+)
+def test_a_damaged_index(tmp_path: Path, index: dict[str, Any]) -> None:
+    path = write(tmp_path / "d", z_lab(), weights())
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json"):
+        load_draft(path)
+
+
 def test_embedding_tap_of_speculators_is_refused(tmp_path: Path) -> None:
     raw = {**speculators(), "aux_hidden_state_layer_ids": [0, 2]}
     with pytest.raises(ValueError, match="aux_hidden_state_layer_ids"):

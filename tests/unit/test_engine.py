@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -248,6 +249,28 @@ def test_memory_of_finished_sequences_is_freed(target: Target) -> None:
         engine.step()
     gc.collect()
     assert ref() is None
+
+
+def test_threads_share_an_engine(target: Target) -> None:
+    prompts = [[*PROMPT, i] for i in range(2, 8)]
+    params = SamplingParams(max_new_tokens=24)
+    wanted = [plain(target, prompt, params) for prompt in prompts]
+    engine = oracle_engine(target, *prompts)
+    found: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            found[index] = engine.generate([prompts[index]], params)[0].token_ids
+            assert found[index] == wanted[index]
+
+    threads = [Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found.get(i) for i in range(len(prompts))] == wanted
+    assert engine.num_active == 0
+    assert engine.step() == []
 
 
 def test_generate_accepts_one_prompt_or_many(target: Target) -> None:

@@ -129,6 +129,12 @@ SECTION = {
             "lacks 'tokenizer'",
         ),
         ({"draftwood": {**SECTION, "kind": "other"}}, "not of kind 'independent'"),
+        ({"draftwood": None}, "not of kind 'independent'"),
+        ({"draftwood": {**SECTION, "borrows": "no"}}, "'borrows' .* true or false, got 'no'"),
+        ({"hidden_size": -576}, r"config\.json: hidden_size must be"),
+        ({"hidden_size": [1]}, r"config\.json describes no drafter"),
+        ({"num_key_value_heads": -3}, r"config\.json: num_key_value_heads must be"),
+        ({"rope_parameters": "x"}, r"config\.json describes no drafter"),
     ],
 )
 def test_configurations_that_cannot_be_run_are_refused(

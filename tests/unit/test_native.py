@@ -227,13 +227,26 @@ def test_built_once_and_not_without_a_compiler(
     assert build() is None
 
 
-def test_a_failing_compiler_is_no_error(
+def test_a_failing_compiler_is_no_error_but_said(
     native: Native, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
     monkeypatch.setattr(native_module, "FLAGS", ("--no-such-flag",))
-    assert load_native.__wrapped__() is None
+    with pytest.warns(UserWarning, match=r"could not be built: .*no-such-flag.*slower"):
+        assert load_native.__wrapped__() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_no_kernels(
+    native: Native, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "file" / "cache"))
+    found, said = native_module.find_native()
+    assert found is not None
+    assert said.startswith("compiled")
+    weights = Weights((torch.eye(40),))
+    assert torch.equal(NativeLinear(found, weights)(torch.ones(3, 40)), torch.ones(3, 40))
 
 
 def direct_pass(target: Target, cache: KVCache) -> tuple[bool, torch.Tensor]:

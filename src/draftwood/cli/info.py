@@ -56,6 +56,7 @@ def environment() -> Facts:
 
     from draftwood import __version__
     from draftwood.target.demo import cache_dir, find_demo
+    from draftwood.target.native import find_native
 
     cuda = torch.cuda.is_available()
     demo_folder = find_demo()
@@ -66,6 +67,7 @@ def environment() -> Facts:
         "transformers": metadata.version("transformers"),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "threads": str(torch.get_num_threads()),
+        "CPU kernels": find_native()[1],
         "cache": str(cache_dir()),
         "demo model": str(demo_folder) if demo_folder else "not fetched yet (draftwood demo)",
         "drafters shipped": ", ".join(shipped_drafters()) or "none",

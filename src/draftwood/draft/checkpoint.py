@@ -20,6 +20,7 @@ from draftwood.draft.folder import (
     read_json,
     read_tensors,
     read_weights,
+    reading,
     write_folder,
 )
 from draftwood.draft.network import DraftNetwork
@@ -61,11 +62,12 @@ def load_draft(
                 f"{folder / MARKOV} holds {strange}, which are no part of a Markov head"
             )
         weights |= ours
-    config = parse_config(
-        raw,
-        has_embeddings="embed_tokens.weight" in weights,
-        has_head="lm_head.weight" in weights,
-    )
+    with reading(folder / CONFIG):
+        config = parse_config(
+            raw,
+            has_embeddings="embed_tokens.weight" in weights,
+            has_head="lm_head.weight" in weights,
+        )
     with torch.device("meta"):
         network = DraftNetwork(config)
     check_weights(network, weights, folder)

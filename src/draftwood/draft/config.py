@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from draftwood.draft.rope import RopeConfig
 
@@ -64,6 +65,7 @@ class DraftConfig:
     markov_rank: int = 0
 
     def __post_init__(self) -> None:
+        check_sizes(self)
         check_block(self.block_size, self.mask_token_id, self.vocab_size)
         taps = self.target_layer_ids
         if not taps or any(tap < 0 for tap in taps) or len(set(taps)) != len(taps):
@@ -86,8 +88,11 @@ class DraftConfig:
         unknown = set(self.layer_types) - {FULL, SLIDING}
         if unknown:
             raise ValueError(f"layer types {sorted(unknown)} are unknown; use {FULL} or {SLIDING}")
-        if SLIDING in self.layer_types and not self.sliding_window:
-            raise ValueError("a sliding_attention layer needs sliding_window in the configuration")
+        if SLIDING in self.layer_types and (self.sliding_window or 0) < 1:
+            raise ValueError(
+                "a sliding_attention layer needs a sliding_window ≥ 1 in the configuration, got "
+                f"{self.sliding_window}"
+            )
         if self.reduced and not self.own_head:
             raise ValueError("a reduced draft vocabulary needs a head of its own (lm_head.weight)")
 
@@ -109,6 +114,21 @@ class DraftConfig:
     def window(self, layer: int) -> int | None:
         """Attention window of a layer, None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse sizes below 1, and an epsilon that is none."""
+    for name in _SIZES:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be ≥ 1, got {getattr(config, name)}")
+    if not 0 < config.rms_norm_eps < 1:
+        raise ValueError(f"rms_norm_eps must be between 0 and 1, got {config.rms_norm_eps}")
 
 
 def check_block(block_size: int, mask_token_id: int, vocab_size: int) -> None:

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ and refuse weights they do not know; without this one it is a plain DFlash draft
 
 # Written by speculators for its own use; the drafter needs none of them.
 _IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Whatever is wrong with what ``file`` says becomes a ValueError that names it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        raise ValueError(f"{file} describes no drafter ({error}); restore the file") from error
 
 
 def find_folder(path: str | os.PathLike[str], revision: str | None) -> Path:
@@ -58,8 +70,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}; {instead(file.parent)}")
     try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error}); restore the file") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} must hold a JSON object; restore the file")
@@ -70,8 +82,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors files."""
     files = [folder / WEIGHTS]
     if not files[0].is_file() and (folder / INDEX).is_file():
-        names = set(read_json(folder / INDEX).get("weight_map", {}).values())
-        files = [folder / name for name in sorted(names)]
+        with reading(folder / INDEX):
+            names = set(read_json(folder / INDEX).get("weight_map", {}).values())
+            files = [folder / name for name in sorted(names)]
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         if not file.is_file():

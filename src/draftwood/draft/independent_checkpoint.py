@@ -23,6 +23,7 @@ from draftwood.draft.folder import (
     on_disk,
     read_json,
     read_weights,
+    reading,
     write_folder,
 )
 from draftwood.draft.independent_config import (
@@ -147,7 +148,8 @@ def load_independent(
         raise ValueError(
             f"{folder} is no independent drafter; 'draftwood train --kind independent' makes one"
         )
-    config = parse_independent(raw)
+    with reading(folder / CONFIG):
+        config = parse_independent(raw)
     weights = {name.removeprefix(_PREFIX): value for name, value in read_weights(folder).items()}
     with torch.device("meta"):
         network = IndependentNetwork(config)

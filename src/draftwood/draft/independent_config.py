@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.draft.config import KIND as DFLASH
-from draftwood.draft.config import SECTION, check_block, check_heads
+from draftwood.draft.config import SECTION, check_block, check_heads, check_sizes
 from draftwood.draft.rope import RopeConfig
 
 KIND = "independent"
@@ -67,6 +67,7 @@ class IndependentConfig:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
+        check_sizes(self)
         check_block(self.block_size, self.mask_token_id, self.vocab_size)
         if not self.layers or len(self.layers) != self.num_hidden_layers:
             raise ValueError(
@@ -155,9 +156,9 @@ def is_independent(raw: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: it has our section, but of a kind that there is not.
     """
-    section = raw.get(SECTION)
-    if section is None:
+    if SECTION not in raw:
         return False
+    section = raw[SECTION]
     kind = section.get("kind") if isinstance(section, Mapping) else None
     if kind not in (KIND, DFLASH):
         raise ValueError(
@@ -195,7 +196,7 @@ def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
         block_size=_whole(section, "block_size"),
         mask_token_id=_whole(section, "mask_token_id"),
         layers=layers,
-        borrows=bool(_need(section, "borrows")),
+        borrows=_flag(section, "borrows"),
         tokenizer=section.get("tokenizer"),
     )
 
@@ -217,6 +218,13 @@ def _whole(raw: Mapping[str, Any], key: str) -> int:
     value = _need(raw, key)
     if type(value) is not int:
         raise ValueError(f"{key!r} in config.json must be a whole number, got {value!r}")
+    return value
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = _need(raw, key)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key!r} in config.json must be true or false, got {value!r}")
     return value
 
 

@@ -38,6 +38,9 @@ class RopeConfig:
             )
         if self.kind != "default" and "factor" not in self.parameters:
             raise ValueError(f"rope type {self.kind!r} needs 'factor' in the draft configuration")
+        for name, value in (("theta", self.theta), ("factor", self.parameters.get("factor", 1.0))):
+            if not 0 < value < math.inf:
+                raise ValueError(f"rope {name} must be a positive number, got {value}")
 
     def frequencies(self, head_dim: int, max_position: int) -> tuple[torch.Tensor, float]:
         """([head_dim / 2] radians per position in fp64, factor on cos and sin)."""

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, RTLD_GLOBAL, c_float, c_int, c_long, c_void_p
 from functools import lru_cache
@@ -28,7 +29,10 @@ FLAGS = (
     "-fno-math-errno", "-fno-threadsafe-statics", "-fPIC", "-shared", "-nostdlib",
 )  # fmt: skip
 LIBRARIES = ("-lc", "-lm")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # seconds of work, but other processes may be at it too
+
+
+_FAILED = "the compiled kernels could not be built"
 
 
 class Linear(ctypes.Structure):
@@ -123,23 +127,48 @@ class Native:
 def load_native() -> Native | None:
     """The kernels, compiled into the cache folder at the first call on a machine.
 
-    None where they cannot be had: no Linux, no compiler, a build of torch without its own OpenMP
-    library (two in one process would fight over the cores), or a failed compilation.
+    None where they cannot be had; with a warning where they should have been.
+    """
+    native, why = find_native()
+    if native is None and why.startswith(_FAILED):
+        warnings.warn(f"{why}; decoding on this CPU is several times slower", stacklevel=2)
+    return native
+
+
+def find_native() -> tuple[Native | None, str]:
+    """As ``load_native``, and what became of it in words.
+
+    They cannot be had without Linux, a compiler, or a build of torch with its own OpenMP library
+    (two in one process would fight over the cores), or when the compilation fails.
     """
     if sys.platform != "linux":
-        return None
+        return None, f"not for {sys.platform}"
     openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if openmp is None or compiler is None:
-        return None
+        return None, "no C++ compiler" if compiler is None else "torch has no OpenMP of its own"
     try:
-        file = cache_dir() / f"native-{_build_key(compiler)}.so"
-        if not file.is_file():
-            _compile(compiler, file)
         CDLL(str(openmp), mode=RTLD_GLOBAL)  # the library's own calls find torch's threads
-        return Native(CDLL(str(file)))
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        return None
+        native = Native(_library(compiler, f"native-{_build_key(compiler)}.so"))
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        return None, f"{_FAILED}: {said[0] if said else error}"
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        return None, f"{_FAILED}: {error}"
+    return native, "compiled" + (", bfloat16 for drafts" if native.has_half else "")
+
+
+def _library(compiler: str, name: str) -> CDLL:
+    file = cache_dir() / name
+    if not file.is_file():
+        try:
+            _compile(compiler, file)
+        except OSError:  # the folder cannot be written: for this process alone, then
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / name
+                _compile(compiler, file)
+                return CDLL(str(file))
+    return CDLL(str(file))
 
 
 def _build_key(compiler: str) -> str:

@@ -111,7 +111,7 @@ def prune_drafter(
     if not train or not held:
         raise ValueError(
             f"pruning needs replies to recover on and held-out ones to measure on, got "
-            f"{len(train)} and {len(held)}; generate more, or raise held_out_percent"
+            f"{len(train)} and {len(held)}; generate more, or hold out more percent of them"
         )
     run = _Run(str(drafter), target, train, list(map(as_example, held)), path, config, accelerator)
     shown = 0
