@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftwood.ahead.channel import Channel, Connect
@@ -12,6 +12,7 @@ from draftwood.ahead.emulate import EmulatedBranches
 from draftwood.ahead.messages import Drafted, Reply, Request
 from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits
 from draftwood.draft.branches import BranchDraft
+from draftwood.draft.independent import IndependentDrafter
 from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
 from oracle import NoisyOracleDrafter
 
@@ -33,13 +34,17 @@ class Faulty:
 
     future: dict[tuple[int, ...], list[int]]
     fault: Fault | None = None
+    make: Callable[[], IndependentDrafter] | None = None
 
     def __call__(self) -> Drafter:
+        drafter = NoisyOracleDrafter(self.future) if self.make is None else self.make()
         if self.fault is None:
-            return NoisyOracleDrafter(self.future)
+            return drafter
         if self.fault.stage == "start":
             fail(self.fault.effect)
-        return FaultyDrafter(NoisyOracleDrafter(self.future), self.fault)
+        if isinstance(drafter, NoisyOracleDrafter):
+            return FaultyDrafter(EmulatedBranches(drafter), self.fault)
+        return FaultyDrafter(drafter, self.fault)
 
 
 def fail(effect: str) -> None:
@@ -55,11 +60,11 @@ class FaultyDrafter:
     """A drafter that fails at the n-th call of one kind."""
 
     taps: tuple[int, ...] = ()
-    has_soft = False
 
-    def __init__(self, drafter: Drafter, fault: Fault) -> None:
+    def __init__(self, drafter: EmulatedBranches | IndependentDrafter, fault: Fault) -> None:
         self.horizon = drafter.horizon
-        self._drafter = EmulatedBranches(drafter)
+        self.has_soft = getattr(drafter, "has_soft", True)
+        self._drafter = drafter
         self._fault = fault
         self._calls = 0
 
@@ -86,6 +91,7 @@ class FaultyDrafter:
         self._drafter.observe(committed)
 
     def truncate(self, seq_id: int, length: int) -> None:
+        self._meets("truncate")
         self._drafter.truncate(seq_id, length)
 
     def release(self, seq_id: int) -> None:

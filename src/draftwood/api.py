@@ -75,7 +75,7 @@ def load(
             f"{type(target).__name__}; for a model already loaded: Target(model, tokenizer) from "
             "draftwood.target.model, or draftwood.custom_generate"
         )
-    proposer = load_drafter(drafter, model) if not ahead else load_ahead(drafter, model, ahead)
+    proposer = load_drafter(drafter, model) if ahead is None else load_ahead(drafter, model, ahead)
     adapts = proposer.horizon > 0 and not constant
     options: dict[str, Any] = {}
     is_measured = False

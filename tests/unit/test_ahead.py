@@ -341,6 +341,25 @@ def test_faults_of_a_process_cost_no_token(stage: str, effect: str) -> None:
     assert failures(drafter) >= 1
 
 
+@pytest.mark.parametrize(
+    ("stage", "effect"),
+    [*((stage, "raise") for stage in STAGES), ("propose", "garbage"), ("adopt", "garbage")],
+)
+def test_faults_of_an_independent_drafter_cost_no_token(stage: str, effect: str) -> None:
+    fault = Fault(stage, effect, call=3)
+    connect = InThread(Faulty({}, fault, make=independent))
+    drafter = check_faulty(connect, fault)
+    assert failures(drafter) >= 1
+
+
+@pytest.mark.parametrize("stage", ["branch", "adopt"])
+def test_an_independent_drafters_process_may_die(stage: str) -> None:
+    fault = Fault(stage, "exit", call=3)
+    connect = InProcess(Faulty({}, fault, make=independent), num_threads=1, method="forkserver")
+    drafter = check_faulty(connect, fault)
+    assert failures(drafter) >= 1
+
+
 @pytest.mark.parametrize("connect", [in_thread, in_process])
 @pytest.mark.parametrize("stage", ["propose", "adopt"])
 def test_garbage_is_noticed(connect: Callable[[Fault | None], Connect], stage: str) -> None:

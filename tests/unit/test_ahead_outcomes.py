@@ -19,6 +19,8 @@ from draftwood.ahead.outcomes import (
 )
 from draftwood.ahead.planner import AheadOptions, Planner
 from draftwood.ahead.policy import AheadBudget, hit_probs
+from draftwood.ahead.proposal import narrowed
+from draftwood.draft.base import DraftLimits
 from draftwood.tree.budget import CycleState
 from draftwood.tree.enumerate import top_prefixes
 from draftwood.tree.ranked import rank_nodes
@@ -233,11 +235,21 @@ def decided(per_row: float, ahead_s: float, draft_s: float) -> tuple[int, int, i
     policy = AheadBudget(planner)
     scored = scored_of(marginals(11, 8, 40), 200)
     state, machine = CycleState([100], 15), Machine(per_row)
-    budgets = policy.choose(scored, state, machine)
+    for _ in range(6):  # it looks at twice as many nodes each time
+        budgets = policy.choose(scored, state, machine)
     phi = scored.phi()[0]
     speed = (1 + phi) / (machine.verify_s(1 + np.arange(len(phi)), 100, 1) + draft_s + 0.001)
     assert planner.planned is not None
     return int(budgets[0]), int(np.argmax(speed)), planner.planned
+
+
+def test_the_policy_asks_for_the_outcomes_of_the_trees_it_compares() -> None:
+    full = scored_of(marginals(11, 8, 40), 400)
+    policy = AheadBudget(Planner(AheadOptions()))
+    most, _ = policy.limits(CycleState([100], 15), Machine(0.001))
+    totals, branches = np.array([2, 8, 15]), np.array([4, 24])
+    seen = hit_probs(narrowed(full, DraftLimits(most)), totals, branches)
+    assert seen == pytest.approx(hit_probs(full, totals, branches), abs=0.01)
 
 
 def test_branches_are_drafted_while_they_fit_and_drafting_costs() -> None:

@@ -17,6 +17,7 @@ from draftwood.tree.trust import Trust
 _FEWEST_NODES = 16
 _STEP = 1.15  # between the numbers of nodes that are compared
 _BRANCHES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_OUTCOMES = 128  # prefixes beyond the nodes: among them are the outcomes that branches stand for
 
 
 class AheadBudget:
@@ -47,12 +48,12 @@ class AheadBudget:
         if state.horizon == 0 or not self._floor.drafts():
             self.why = "plain is faster"
             return 0, None
-        return min(self._most_nodes, MAX_NODES), None
+        return min(self._most_nodes + _OUTCOMES, MAX_NODES), None
 
     def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         num_seqs = len(scored)
         ranked = rank_nodes(scored)
-        totals = _totals(len(ranked.phi))
+        totals = _totals(min(len(ranked.phi), num_seqs * self._most_nodes + 1))
         branches = np.array([m for m in _BRANCHES if m <= self._most_branches()])
         hits = self._planner.pace.hit_trust.ratio * hit_probs(scored, totals, branches)
         hits = np.minimum(hits / max(num_seqs, 1), 1.0)

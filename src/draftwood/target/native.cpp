@@ -1,5 +1,5 @@
-// A decoder layer of the Llama shape for a few rows on a CPU, in float32. Compiled when a target is
-// loaded (native.py), with the width of vectors that the machine has.
+// Decoder layers of the Llama shape for a few rows on a CPU: a target's in float32, a drafter's also in
+// bfloat16. Compiled when a target is loaded (native.py), with the width of vectors that the machine has.
 //
 // A product of a few rows is bound by reading the weights. They are packed in panels of NR outputs,
 // [out / NR][in][NR], so that one pass over memory, front to back, serves all rows; while a panel

@@ -141,6 +141,11 @@ class _Run:
         self._drafter, self._target, self._folder, self.config = drafter, target, folder, config
         self._train, self._held, self._accelerator = train, held, accelerator
         self.teacher = self._load(drafter)
+        if config.min_depth > len(self.teacher.layers):
+            raise ValueError(
+                f"cannot prune to {config.min_depth} layers, {drafter} has only "
+                f"{len(self.teacher.layers)}"
+            )
         table = Table.load(folder, drafter)
         settings = self._settings()
         if table is not None:
