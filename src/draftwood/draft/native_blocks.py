@@ -12,10 +12,9 @@ import torch
 from draftwood.draft.context_cache import ContextCache
 from draftwood.draft.products import HalfLinear
 from draftwood.target.native import Layer, Linear, Native, load_native
-from draftwood.target.native_layer import Scratch
+from draftwood.target.native_layer import MAX_GROUPS, MAX_HEAD_DIM, Scratch
 from draftwood.tree.tree import IntArray
 
-_MAX_HEAD_DIM, _MAX_GROUPS = 256, 48  # MAX_D, MAX_R of native.cpp
 _MAX_COPY_BYTES = 2**30
 _COLUMNS = 14  # of a View of native.cpp, numbers of 8 bytes
 _FLOAT = 4  # bytes
@@ -58,8 +57,8 @@ class NativeBlocks:
             return None
         attention = layers[0].self_attn
         groups = len(attention.q_proj.weight) // len(attention.k_proj.weight)
-        fits = head_dim % (2 * native.vector) == 0 and head_dim <= _MAX_HEAD_DIM
-        return NativeBlocks(native, layers, head_dim) if fits and groups <= _MAX_GROUPS else None
+        fits = head_dim % (2 * native.vector) == 0 and head_dim <= MAX_HEAD_DIM
+        return NativeBlocks(native, layers, head_dim) if fits and groups <= MAX_GROUPS else None
 
     def __deepcopy__(self, _memo: object) -> NativeBlocks:
         """The same weights, which nothing changes, and buffers of its own."""

@@ -14,7 +14,7 @@ from draftwood.target.lean import is_llama_shaped, weights_of
 from draftwood.target.linear import Weights
 from draftwood.target.native import Layer, Linear, Native, View
 
-_MAX_HEAD_DIM, _MAX_GROUPS = 256, 48  # MAX_D, MAX_R of native.cpp
+MAX_HEAD_DIM, MAX_GROUPS = 256, 48  # MAX_D, MAX_R of native.cpp
 _KEPT_SCRATCH = 32  # row counts whose scratch is kept
 
 
@@ -29,8 +29,8 @@ def is_native_shaped(layer: nn.Module, native: Native) -> bool:
     return (
         is_silu
         and dim % (2 * native.vector) == 0
-        and dim <= _MAX_HEAD_DIM
-        and heads // kv_heads <= _MAX_GROUPS
+        and dim <= MAX_HEAD_DIM
+        and heads // kv_heads <= MAX_GROUPS
         and all(p.bias is None for p in (mlp.gate_proj, mlp.up_proj))
     )
 
