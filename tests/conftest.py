@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+from draftwood.target.native import Native, load_native
+
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
@@ -26,3 +28,15 @@ def own_cache(
     """What draftwood measures and learns stays inside a test; real models come from the cache."""
     if request.node.get_closest_marker("real") is None:
         monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "draftwood-cache"))
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    """The compiled kernels, built anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTWOOD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        load_native.cache_clear()
+        found = load_native()
+    if found is None:
+        pytest.skip("no C++ compiler or no OpenMP of torch's own")
+    return found

@@ -28,17 +28,6 @@ from tiny import tiny_model
 WIDE = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 200}
 
 
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTWOOD_CACHE", str(tmp_path_factory.mktemp("cache")))
-        load_native.cache_clear()
-        found = load_native()
-    if found is None:
-        pytest.skip("no C++ compiler or no OpenMP of torch's own")
-    return found
-
-
 def model_of(family: str, **options):
     return tiny_model(family, dtype=torch.float32, **{**WIDE, **options})
 

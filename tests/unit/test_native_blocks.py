@@ -18,23 +18,12 @@ from draftwood.draft.native_blocks import NativeBlocks
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.products import HalfLinear
 from draftwood.draft.rope import RopeConfig
-from draftwood.target.native import Native, load_native
+from draftwood.target.native import Native
 from tiny import tiny_model
 
 CONTEXTS = (0, 3, 70)
 SMALL = {"hidden_size": 96, "intermediate_size": 200}
 LARGE = {"hidden_size": 576, "intermediate_size": 640}  # weights of more than 1 MiB
-
-
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTWOOD_CACHE", str(tmp_path_factory.mktemp("cache")))
-        load_native.cache_clear()
-        found = load_native()
-    if found is None:
-        pytest.skip("no C++ compiler or no OpenMP of torch's own")
-    return found
 
 
 def network_of(**changes: object) -> DraftNetwork:
