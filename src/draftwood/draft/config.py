@@ -131,6 +131,13 @@ def check_sizes(config: Any) -> None:
         raise ValueError(f"rms_norm_eps must be between 0 and 1, got {config.rms_norm_eps}")
 
 
+def whole(name: str, value: Any) -> int:
+    """A value of config.json that must be a whole number."""
+    if type(value) is not int:
+        raise ValueError(f"{name!r} in config.json must be a whole number, got {value!r}")
+    return value
+
+
 def check_block(block_size: int, mask_token_id: int, vocab_size: int) -> None:
     """Refuse a block that cannot predict, and a mask that is no token."""
     if block_size < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftwood.draft.config import FULL, KIND, SECTION, SLIDING, DraftConfig
+from draftwood.draft.config import FULL, KIND, SECTION, SLIDING, DraftConfig, whole
 from draftwood.draft.rope import RopeConfig
 
 # Keys that change what the network computes and that this implementation does not have.
@@ -62,8 +62,8 @@ def parse_config(raw: Mapping[str, Any], *, has_embeddings: bool, has_head: bool
         num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
         head_dim=int(layer.get("head_dim") or hidden // heads),
         vocab_size=vocab,
-        block_size=_whole(extra, "block_size"),
-        mask_token_id=_whole(extra, "mask_token_id"),
+        block_size=whole("block_size", _need(extra, "block_size")),
+        mask_token_id=whole("mask_token_id", _need(extra, "mask_token_id")),
         target_layer_ids=taps,
         num_target_layers=_optional_int(extra.get("num_target_layers")),
         target_hidden_size=int(extra.get("target_hidden_size") or hidden),
@@ -155,13 +155,6 @@ def _need(raw: Mapping[str, Any], key: str) -> Any:
             f"the draft configuration lacks {key!r}; add it to config.json, it is never guessed"
         )
     return raw[key]
-
-
-def _whole(raw: Mapping[str, Any], key: str) -> int:
-    value = _need(raw, key)
-    if type(value) is not int:
-        raise ValueError(f"{key!r} must be a whole number, got {value!r}")
-    return value
 
 
 def _taps(raw: Mapping[str, Any], extra: Mapping[str, Any], speculators: bool) -> tuple[int, ...]:

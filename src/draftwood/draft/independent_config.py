@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.draft.config import KIND as DFLASH
-from draftwood.draft.config import SECTION, check_block, check_heads, check_sizes
+from draftwood.draft.config import SECTION, check_block, check_heads, check_sizes, whole
 from draftwood.draft.rope import RopeConfig
 
 KIND = "independent"
@@ -193,8 +193,8 @@ def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
         )
     return body_config(
         raw,
-        block_size=_whole(section, "block_size"),
-        mask_token_id=_whole(section, "mask_token_id"),
+        block_size=whole("block_size", _need(section, "block_size")),
+        mask_token_id=whole("mask_token_id", _need(section, "mask_token_id")),
         layers=layers,
         borrows=_flag(section, "borrows"),
         tokenizer=section.get("tokenizer"),
@@ -212,13 +212,6 @@ def independent_to_json(config: IndependentConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
     }
     return {**config.raw, SECTION: section}
-
-
-def _whole(raw: Mapping[str, Any], key: str) -> int:
-    value = _need(raw, key)
-    if type(value) is not int:
-        raise ValueError(f"{key!r} in config.json must be a whole number, got {value!r}")
-    return value
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
