@@ -3,7 +3,8 @@
 Chains are verified, as in D3D. Of every cycle the drafter's 4096 best prefixes are kept, and where
 the target really went. That gives the hit rate of any choice of branches afterwards, at equal
 N_async = B · (branches + 1), the path itself included; for the grid that is B · [(C−1)F + 2]. A hit
-is a branch that foresaw the bonus token or, after the whole path, could not.
+is a branch that foresaw the bonus token or, after the whole path, could not. Probabilities are
+calibrated by what the target said in earlier cycles, as in the engine, unless "by raw scores".
 Nothing runs asynchronously here, so any drafter will do, also one that reads target features.
 
     python benchmarks/ahead_hits.py --drafter FOLDER --prompts 8 --max-new-tokens 128
@@ -23,6 +24,7 @@ from draftwood.ahead.choice import Choice, Grid, Likeliest
 from draftwood.ahead.outcomes import UNKNOWN, Outcomes, columns_of, frontier
 from draftwood.ahead.proposal import narrowed
 from draftwood.draft.base import Committed, DraftContext, Drafter, DraftLimits
+from draftwood.draft.surrogate import Surrogate
 from draftwood.engine import Engine
 from draftwood.records import CycleRecord
 from draftwood.sampling import SamplingParams
@@ -33,6 +35,7 @@ from draftwood.tree.tree import ScoredPrefixes
 NUM_PREFIXES = 4096
 NUM_RESAMPLES = 2000
 BEST = "most probable"
+RAW = " by raw scores"
 
 
 class Wide:
@@ -73,6 +76,8 @@ def choices(block_size: int, budget: int) -> dict[str, tuple[Choice, int]]:
         BEST: (Named(), branches),
         "most probable, also open ones": (Likeliest(), branches),
         "best grid of each cycle": (Grid(), branches),
+        BEST + RAW: (Named(), branches),
+        "best grid of each cycle" + RAW: (Grid(), branches),
     }
     for positions in range(2, block_size + 1):
         alternatives = (branches - 1) // (positions - 1)
@@ -110,18 +115,22 @@ def collect(
     named = choices_of(block_size)
     kinds: list[list[dict[str, str]]] = []
     tokens: list[int] = []
+    surrogate = Surrogate()
 
     def watch(record: CycleRecord) -> None:
         if not record.drafted:
             return
         path, picks = record.verdicts[0].path, record.verdicts[0].picks
-        outcomes = frontier(wide.scored, [columns_of(wide.scored, 0, record.tree, 0)])
+        scores = surrogate.calibrated(wide.scored, [args.temperature > 0]), wide.scored
+        calibrated, raw = (frontier(s, [columns_of(s, 0, record.tree, 0)]) for s in scores)
+        surrogate.learn([[pick.token_id for pick in picks]])
         end = int(path[-1]), picks[-1].token_id
         tokens.append(len(picks))
         kinds[-1].append(
             {
                 name: kind_of_hit(outcomes, choice.choose(outcomes, most), *end)
                 for name, (choice, most) in named.items()
+                for outcomes in [raw if name.endswith(RAW) else calibrated]
             }
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.load import check_place, load_ahead
+from draftwood.ahead.planner import AheadOptions
 from draftwood.ahead.policy import AheadBudget
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import check_spec, load_drafter
@@ -32,6 +33,7 @@ def load(
     device: str = "auto",
     calibrate: bool = True,
     ahead: str | None = None,
+    ahead_options: AheadOptions | None = None,
     **engine_options: Any,
 ) -> Engine:
     """Load a target and a drafter and put an engine on them.
@@ -51,6 +53,7 @@ def load(
         ahead: draft for what may come of a verification while it runs: in a ``"thread"``, on
             another device (``"cuda:1"``) or in a ``"process"``; None drafts when it is needed.
             The drafter must need nothing but tokens. See docs/async.md.
+        ahead_options: which branches, how many, and how long to wait for the worker.
         engine_options: passed to ``Engine`` (``max_batch``, ``prefill_chunk_len``, ``on_cycle``;
             ``latency`` and ``surrogate`` replace what is measured and learned).
 
@@ -59,7 +62,9 @@ def load(
     """
     constant = is_constant(budget)  # what is malformed fails before anything is loaded
     check_spec(drafter)
-    if ahead:
+    if ahead is None and ahead_options is not None:
+        raise ValueError("ahead_options say how to draft ahead; say where: ahead='process', …")
+    if ahead is not None:
         check_place(ahead)
         if isinstance(budget, (str, int)) and str(budget) in ("off", "0"):
             raise ValueError(
@@ -75,16 +80,21 @@ def load(
             f"{type(target).__name__}; for a model already loaded: Target(model, tokenizer) from "
             "draftwood.target.model, or draftwood.custom_generate"
         )
-    proposer = load_drafter(drafter, model) if ahead is None else load_ahead(drafter, model, ahead)
+    if ahead is None:
+        proposer = load_drafter(drafter, model)
+    else:
+        proposer = load_ahead(drafter, model, ahead, ahead_options)
     adapts = proposer.horizon > 0 and not constant
     options: dict[str, Any] = {}
     is_measured = False
+    by_name = isinstance(drafter, (str, Path)) and calibrate
     if adapts:
-        by_name = isinstance(drafter, (str, Path)) and calibrate
         options["surrogate"] = stored_surrogate(str(drafter), model) if by_name else Surrogate()
         if calibrate:
             curve = calibrated(model, proposer.taps)
             options["latency"], is_measured = OnlineLatency(curve), is_reliable(curve)
+    if isinstance(proposer, AheadDrafter) and by_name:
+        proposer.planner.surrogate.restore(stored_surrogate(str(drafter), model).state())
     policy = parse_budget(
         budget,
         {

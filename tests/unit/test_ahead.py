@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.ahead.channel import Channel, Connect, InProcess, InThread
+from draftwood.ahead.choice import Choice, Grid, Likeliest
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.emulate import EmulatedBranches
 from draftwood.ahead.link import Link
@@ -33,7 +35,7 @@ from draftwood.ahead.messages import (
 from draftwood.ahead.miss import MissDepth
 from draftwood.ahead.outcomes import Outcomes, branch_tree
 from draftwood.ahead.pace import Pace
-from draftwood.ahead.planner import AheadOptions
+from draftwood.ahead.planner import AheadOptions, Planner
 from draftwood.ahead.policy import AheadBudget
 from draftwood.ahead.proposal import narrowed, problem
 from draftwood.ahead.worker import Desk
@@ -281,7 +283,7 @@ def test_an_object_cannot_move_to_a_process() -> None:
 # ---- faults -------------------------------------------------------------------------------------
 
 THREAD_EFFECTS = ("raise", "hang")
-PROCESS_EFFECTS = ("hang", "exit")  # an exception is handled by the same code as in a thread
+PROCESS_EFFECTS = ("raise", "hang", "exit")
 STAGES = ("start", "branch", "propose", "adopt", "observe", "release")
 
 
@@ -350,6 +352,33 @@ def test_faults_of_an_independent_drafter_cost_no_token(stage: str, effect: str)
     connect = InThread(Faulty({}, fault, make=independent))
     drafter = check_faulty(connect, fault)
     assert failures(drafter) >= 1
+
+
+@pytest.mark.parametrize(
+    ("place", "effect"),
+    [*(("thread", one) for one in THREAD_EFFECTS), *(("process", one) for one in PROCESS_EFFECTS)],
+)
+def test_faults_when_a_chat_goes_back_cost_no_token(place: str, effect: str) -> None:
+    """``truncate`` fails: the next turn begins where the reply was cut."""
+    fault = Fault("truncate", effect, call=1)
+    make = Faulty({}, fault, make=independent)
+    in_process = InProcess(make, num_threads=1, method="forkserver")
+    link = Link(InThread(make) if place == "thread" else in_process, backoff_s=0.0)
+    link.wait_ready()
+    options = AheadOptions(num_branches=6, timeout_s=0.4 if effect == "hang" else 30.0)
+    drafter = AheadDrafter(link, options, vocab_size=VOCAB)
+    engine, plain = Engine(target(), drafter, Fixed(4)), Engine(target())
+    turns: list[list[list[int]]] = [[], []]
+    for texts, one in zip(turns, (engine, plain), strict=True):
+        seq_id = one.add(PROMPTS[0], GREEDY, keep=True)
+        texts.append(_finish(one, seq_id).token_ids)
+        for _ in range(3):
+            prompt = [*PROMPTS[0], *texts[0][:7], len(texts)]
+            seq_id = one.add(prompt, GREEDY, keep=True, resume=seq_id)
+            texts.append(_finish(one, seq_id).token_ids)
+    assert turns[0] == turns[1]
+    assert failures(drafter) >= 1
+    drafter.close()
 
 
 @pytest.mark.parametrize("stage", ["branch", "adopt"])
@@ -457,6 +486,46 @@ def test_a_worker_that_is_never_ready_is_given_up() -> None:
     assert link.is_up()
 
 
+class Late:
+    """Starts a worker that is ready only once ``go`` is set."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.go = threading.Event()
+        self._drafter = drafter
+
+    def __call__(self) -> Drafter:
+        assert self.go.wait(30.0)
+        return self._drafter
+
+
+def test_decoding_begins_without_a_worker_that_starts_slowly() -> None:
+    late = Late(independent())
+    drafter = AheadDrafter(InThread(late), OPTIONS, vocab_size=VOCAB)
+    assert not drafter.wait_ready(at_most_s=0.01)
+    before = run(drafter)
+    late.go.set()
+    assert drafter.wait_ready(at_most_s=20.0)
+    after = run(drafter)
+    assert tokens(before) == tokens(after) == reference()
+    assert set(sources(before)) == {"standby"}
+    assert "standby" not in sources(after)
+    assert drafter.counters == {"starts": 1}
+    drafter.close()
+
+
+def test_a_late_worker_that_cannot_draft_ahead_is_not_used() -> None:
+    late = Late(BlockDiffusionDrafter(tiny_draft_network(target()), target()))
+    drafter = AheadDrafter(InThread(late), OPTIONS, vocab_size=VOCAB)
+    assert not drafter.wait_ready(at_most_s=0.01)
+    late.go.set()
+    outputs = run(drafter)
+    _wait_for(lambda: tokens(run(drafter)) == reference() and drafter.counters["refused"] > 0)
+    assert drafter.counters["refused"] >= 1
+    assert tokens(outputs) == reference()
+    assert "not verified yet" in str(drafter.last_error)
+    drafter.close()
+
+
 def test_waiting_for_a_worker_that_fails_says_why() -> None:
     link = Link(lambda: FakeChannel(Failed("no such file")))
     with pytest.raises(DraftwoodError, match="no such file"):
@@ -542,7 +611,79 @@ def test_as_many_branches_as_fit_the_window() -> None:
         pace.observe_window(0.020)
     assert pace.num_branches() == 16  # 2 ms + 16 · 1 ms ≤ 90 % of 20 ms
     assert pace.num_branches(1.0) == 32
-    assert pace.num_branches(0.0) == 1
+    assert pace.num_branches(0.0) == 0
+
+
+def context_of(
+    token_ids: list[int], params: SamplingParams = GREEDY, seq_id: int = 0
+) -> DraftContext:
+    sampler = Sampler(params, token_ids[:1], vocab_size=VOCAB)
+    sampler.commit(token_ids[1:])
+    return DraftContext(seq_id, token_ids, 1, 30, sampler)
+
+
+def test_what_does_not_fit_is_not_drafted_but_tried_again() -> None:
+    """A pass longer than the window: rests that get longer; as soon as it fits, branches."""
+    planner = Planner(AheadOptions(max_branches=8))
+    context, scored = context_of([3, 4, 5]), some_scores(num_seqs=1)
+    tree = DraftTree.grow([5], scored, np.array([4]))
+
+    def asked() -> int:
+        found = planner.branches([context], scored, tree, has_soft=False)
+        return 0 if found is None else len(found.anchors)
+
+    def passes(seconds: float) -> list[int]:
+        sizes = []
+        for _ in range(400):
+            sizes.append(asked())
+            if sizes[-1]:
+                planner.pace.observe_ahead(sizes[-1], seconds)
+                planner.pace.observe_window(0.010)
+        return sizes
+
+    slow = passes(0.030)
+    tries = np.flatnonzero(slow[10:])
+    assert all(slow[10 + at] == 1 for at in tries)
+    assert 3 <= len(tries) <= 20
+    assert np.diff(tries)[-1] > np.diff(tries)[0]
+    assert passes(0.001)[-1] == 8
+    never = Planner(AheadOptions(num_branches=0))
+    assert all(never.branches([context], scored, tree, has_soft=False) is None for _ in range(300))
+
+
+def learned(planner: Planner, rounds: int) -> None:
+    """The drafter is right at the first place and always wrong at the second."""
+    for _ in range(rounds):
+        scored = confident()
+        planner.branches([context_of([3, 4])], scored, DraftTree.grow([4], scored, np.array([2])),
+                         has_soft=False)  # fmt: skip
+        planner.learn_picks([Committed(0, 1, [4], None, [0, 3], 2)])
+
+
+def confident() -> ScoredPrefixes:
+    """Two places; at each token 0 has 0.8 and the four others 0.05."""
+    probs = np.array([0.8, 0.05, 0.05, 0.05, 0.05])
+    return top_prefixes(np.log(np.stack([probs, probs])[None]), 30)
+
+
+@pytest.mark.parametrize("choice", [Likeliest(soft_weight=0.0), Grid()])
+def test_branches_follow_what_the_target_really_said(choice: Choice) -> None:
+    """A place where the drafter is always wrong gets branches that its scores would not give it."""
+
+    def at_second_place() -> int:
+        planner = Planner(AheadOptions(choice, num_branches=4))
+        learned(planner, rounds)
+        scored = confident()
+        tree = DraftTree.grow([4], scored, np.array([2]))
+        found = planner.branches([context_of([3, 4])], scored, tree, has_soft=True)
+        assert found is not None
+        named = found.anchors[found.anchors >= len(tree)]  # not the one after the whole path
+        return int((found.tree.depths[named] == 2).sum())
+
+    rounds = 0
+    before = at_second_place()
+    rounds = 150
+    assert at_second_place() > before
 
 
 def test_open_branches_are_used_where_they_pay() -> None:

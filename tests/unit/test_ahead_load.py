@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 import draftwood as dw
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.load import TargetCard
+from draftwood.ahead.planner import AheadOptions
 from draftwood.ahead.policy import AheadBudget
 from draftwood.cli.app import app
+from draftwood.draft.surrogate import Surrogate
 from draftwood.target.load import load_target
 from draftwood.trace import tracing
 from tiny_folder import save_tiny_folder
@@ -53,6 +56,7 @@ def test_a_smaller_model_drafts_ahead(folder: Path, where: str) -> None:
         ("process:9999", "cores are 0 to"),
         ("process:-1", "cores are 0 to"),
         ("process:x", "cores are numbers"),
+        ("process:0,0", "twice"),
         ("cuda:77", "cuda:77"),
         ("somewhere", "not 'somewhere'"),
     ],
@@ -66,6 +70,44 @@ def test_the_automatic_budget_is_the_one_for_drafting_ahead(folder: Path) -> Non
     engine = dw.load(str(folder), "lookup", "auto", ahead="thread", calibrate=False)
     assert isinstance(engine.policy, AheadBudget)
     assert text_of(engine) == text_of(dw.load(str(folder), "none"))
+
+
+def test_a_slow_start_is_a_warning_and_the_text_is_the_same(folder: Path) -> None:
+    options = AheadOptions(start_wait_s=1e-3)
+    with pytest.warns(UserWarning, match="still starting"):
+        engine = dw.load(str(folder), "lookup", 4, ahead="process", ahead_options=options)
+    assert text_of(engine) == text_of(dw.load(str(folder), "none"))
+    assert isinstance(engine.drafter, AheadDrafter)
+    engine.drafter.close()
+
+
+def test_a_worker_that_fails_at_the_start_is_an_error(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        dw.load(str(folder), str(tmp_path / "nowhere"), 4, ahead="process")
+
+
+def test_options_need_a_place_and_keep_one_row_of_the_head_on_a_cpu(folder: Path) -> None:
+    options = AheadOptions(num_branches=2)
+    with pytest.raises(ValueError, match="say where"):
+        dw.load(str(folder), "lookup", 4, ahead_options=options)
+    engine = dw.load(str(folder), "lookup", 4, ahead="thread", ahead_options=options)
+    assert isinstance(engine.drafter, AheadDrafter)
+    assert engine.drafter.options == replace(options, head_rows=1)
+
+
+def test_branches_are_weighed_by_what_was_learned_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
+    first = dw.load(str(folder), str(folder), "auto", ahead="thread")
+    for seed in range(4):
+        first.generate([PROMPT], dw.SamplingParams(max_new_tokens=24, seed=seed), raw=True)
+    assert first.surrogate is not None
+    first.surrogate.store()
+    again = dw.load(str(folder), str(folder), 4, ahead="thread")
+    assert isinstance(again.drafter, AheadDrafter)
+    assert again.drafter.planner.surrogate.state() == first.surrogate.state()
+    assert again.drafter.planner.surrogate.state() != Surrogate().state()
 
 
 def test_a_card_is_all_that_a_drafter_needs(folder: Path) -> None:
@@ -94,6 +136,15 @@ def test_the_command_line_drafts_ahead(folder: Path) -> None:
     assert ahead.stdout == plain.stdout
     assert "drafted ahead" in ahead.stderr
     assert "drafted ahead" not in plain.stderr
+    how = ["--async-branches", "2", "--async-grid", "2,3", "--async-timeout", "9"]
+    device = CliRunner().invoke(app, [*options, "--drafter-device", "cpu", *how])
+    assert device.exit_code == 0, device.output
+    assert device.stdout == plain.stdout
+    assert "drafted ahead" in device.stderr
+    there = ["--async", "cpu"]
+    grids = [[*there, "--async-grid", grid] for grid in ("2x3", "0,1")]
+    for usage in (how, *grids, [*there, "--async-timeout", "0"]):
+        assert CliRunner().invoke(app, [*options, *usage]).exit_code == 2
     wrong = CliRunner().invoke(app, [*options, "--async", "nowhere"])
     assert wrong.exit_code == 1
     assert "process" in wrong.stderr

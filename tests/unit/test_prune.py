@@ -21,6 +21,7 @@ from draftwood.draft.independent_layers import BodyMLP
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
 from draftwood.train.distill import DistillObjective, distillation_loss, smallest_share
+from draftwood.train.evaluate import loop_cycles
 from draftwood.train.layer_choice import ORDERS, race, rank_layers
 from draftwood.train.loss import LossConfig
 from draftwood.train.prune import PruneConfig, prune_drafter
@@ -146,6 +147,19 @@ def test_equal_layers_are_never_stopped() -> None:
     ranking = race(lambda layer, _: 5, 3, EXAMPLES)
     assert [one.num_responses for one in ranking] == [len(EXAMPLES)] * 3
     assert [one.layer for one in ranking] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("budget", [0, 8])
+def test_what_candidates_share_changes_no_score(
+    network: IndependentNetwork, target: Target, budget: int
+) -> None:
+    ranking = rank_layers(network, "acceptance", EXAMPLES, budget=budget)
+    tokens = sum(one.num_anchors for one in EXAMPLES)
+    for one in ranking:
+        alone = network.without(one.layer)
+        cycles = sum(loop_cycles(alone, example, budget) for example in EXAMPLES)
+        assert one.score == tokens / cycles
+    assert len({one.score for one in ranking}) > 1
 
 
 def test_a_layer_that_does_nothing_goes_first(network: IndependentNetwork, target: Target) -> None:

@@ -16,7 +16,15 @@ from dataclasses import replace
 
 from draftwood.ahead.channel import Connect
 from draftwood.ahead.link import Link
-from draftwood.ahead.messages import Ahead, Draft, Observe, Outbox, Release, Truncate
+from draftwood.ahead.messages import (
+    Ahead,
+    Draft,
+    Observe,
+    Outbox,
+    Ready,
+    Release,
+    Truncate,
+)
 from draftwood.ahead.planner import AheadOptions, Branches, Planner
 from draftwood.ahead.proposal import narrowed, problem
 from draftwood.draft.base import AheadStats, Committed, DraftContext, DraftLimits
@@ -77,14 +85,24 @@ class AheadDrafter:
         """Why the last worker was given up."""
         return self._link.last_error
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, at_most_s: float | None = None) -> bool:
         """Wait until the worker can draft.
 
+        Args:
+            at_most_s: seconds after which a worker that is still starting is left to itself:
+                prompt lookup drafts until it is ready. None: as long as the link allows.
+
+        Returns:
+            Whether it can.
+
         Raises:
-            ValueError: its drafter needs target features.
+            ValueError: its drafter needs target features, or never drafts.
             DraftwoodError: it did not start.
         """
-        check_taps(self._link.wait_ready().taps)
+        ready = self._link.wait_ready(at_most_s)
+        if ready is not None:
+            check_ready(ready)
+        return ready is not None
 
     def close(self) -> None:
         """End the worker."""
@@ -96,9 +114,9 @@ class AheadDrafter:
         """The worker's draft, from a branch where one came true; prompt lookup without a worker."""
         full = self._ask(contexts, limits)
         if full is None:
-            self._branches = None
-            full = self._standby.propose(contexts, limits)
+            self._branches = self._full = None
             self._stats.update((c.seq_id, AheadStats("standby")) for c in contexts)
+            return narrowed(self._standby.propose(contexts, limits), limits)
         self._full = [context.seq_id for context in contexts], full
         return narrowed(full, limits)
 
@@ -127,6 +145,7 @@ class AheadDrafter:
 
     def observe(self, committed: Sequence[Committed]) -> None:
         """Pass on committed tokens; what a worker missed it hears when it drafts again."""
+        self.planner.learn_picks(committed)
         for record in committed:
             stats = self._stats.get(record.seq_id)
             if stats is not None and record.picks:
@@ -170,7 +189,12 @@ class AheadDrafter:
             return False
         if self._generation != self._link.generation:
             self._generation = self._link.generation
-            self.wait_ready()
+            assert self._link.ready is not None
+            try:
+                check_ready(self._link.ready)
+            except ValueError as error:  # it started too late to be refused by ``wait_ready``
+                self._link.fail("refused", str(error))
+                return False
             for seq_id in {*self._released, *self._reported}:
                 self._link.tell(Release(seq_id))  # its drafter may be the one of the last worker
             self._released.clear()
@@ -225,6 +249,17 @@ class AheadDrafter:
             self._reported[context.seq_id] = anchor
         if records:
             self._link.tell(Observe(tuple(records)))
+
+
+def check_ready(ready: Ready) -> None:
+    """Refuse workers that cannot draft ahead.
+
+    Raises:
+        ValueError: the drafter needs hidden states of the target, or never drafts.
+    """
+    check_taps(ready.taps)
+    if ready.horizon == 0:
+        raise ValueError("this drafter never drafts, so there is nothing to draft ahead")
 
 
 def check_taps(taps: Sequence[int]) -> None:

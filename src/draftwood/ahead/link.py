@@ -26,7 +26,7 @@ class Link:
 
     Attributes:
         counters: ``starts``, ``stale`` replies, and failures by kind: ``crash``, ``timeout``,
-            ``garbage``, ``slow_start``.
+            ``garbage``, ``slow_start``, ``refused``.
         generation: number of workers that became ready.
         ready: what the present worker said of itself.
         last_error: why the last worker was given up.
@@ -63,15 +63,22 @@ class Link:
             self._look_for_ready(0.0)
         return self.ready is not None
 
-    def wait_ready(self) -> Ready:
+    def wait_ready(self, at_most_s: float | None = None) -> Ready | None:
         """Wait for the first worker.
 
+        Args:
+            at_most_s: seconds; None: until it would be given up.
+
+        Returns:
+            What it said of itself; None if it is still starting.
+
         Raises:
-            DraftwoodError: it failed, or was not ready in time.
+            DraftwoodError: it failed, or was given up.
         """
+        limit = self._start_timeout_s
         if self.ready is None and self._channel is not None:
-            self._look_for_ready(self._start_timeout_s)
-        if self.ready is None:
+            self._look_for_ready(limit if at_most_s is None else min(at_most_s, limit))
+        if self.ready is None and (self._channel is None or at_most_s is None):
             why = self.last_error or f"it was not ready within {self._start_timeout_s:g} s"
             raise DraftwoodError(f"the drafting worker did not start: {why}")
         return self.ready

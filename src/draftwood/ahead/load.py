@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -67,26 +68,31 @@ def load_ahead(
         where: ``"thread"`` (the target's device), a device for that thread (``"cpu"``,
             ``"cuda:1"``, …), ``"process"``: a process of its own on the CPU, or
             ``"process:2,3"``: the same, pinned to these cores and with as many threads.
-        options: what to draft ahead; by default a drafter on a CPU puts one row of each branch
-            through its head, since there the head costs as much as the rest.
+        options: what to draft ahead, and how long to wait. A worker that is not ready in time is
+            not an error: a warning says so, and decoding begins without it.
 
     Raises:
         ValueError: a drafter that cannot be used so, or no such place.
-        DraftwoodError: the worker did not start.
+        DraftwoodError: the worker failed while it started.
     """
     check_place(where)
     connect = _connect(spec, target, where)
-    if options is None:
-        on_cpu = isinstance(connect, InProcess) or connect.device == torch.device("cpu")
-        options = AheadOptions(head_rows=_CPU_HEAD_ROWS if on_cpu else None)
+    options = options or AheadOptions()
+    on_cpu = isinstance(connect, InProcess) or connect.device == torch.device("cpu")
+    if options.head_rows is None and on_cpu:
+        options = replace(options, head_rows=_CPU_HEAD_ROWS)
     ahead = AheadDrafter(connect, options, vocab_size=target.vocab_size)
     try:
-        ahead.wait_ready()
-        if ahead.horizon == 0:
-            raise ValueError("this drafter never drafts, so there is nothing to draft ahead")
+        is_ready = ahead.wait_ready(options.start_wait_s)
     except BaseException:
         ahead.close()
         raise
+    if not is_ready:
+        warnings.warn(
+            f"the drafting worker is still starting after {options.start_wait_s:g} s; decoding "
+            "begins without it, with prompt lookup",
+            stacklevel=2,
+        )
     return ahead
 
 
@@ -133,6 +139,8 @@ def _cores(where: str) -> tuple[int, ...]:
     last = (os.cpu_count() or 1) - 1
     if any(not 0 <= core <= last for core in cores):
         raise ValueError(f"cores are 0 to {last} on this machine, got {where!r}")
+    if len(set(cores)) < len(cores):
+        raise ValueError(f"{where!r} names a core twice; each gets one thread")
     return cores
 
 

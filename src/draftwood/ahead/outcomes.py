@@ -110,7 +110,7 @@ def frontier(scored: ScoredPrefixes, columns: Sequence[IntArray]) -> Outcomes:
 
 def _frontier(scored: ScoredPrefixes, s: int, tree: IntArray) -> Outcomes:
     count = int(scored.counts[s])
-    probs = np.exp(scored.log_probs[s, :count])
+    probs = _probs(scored, s)
     found = tree >= 0
     # Node of each entry, −1 if it is not verified; one more entry for the anchor.
     node_of = np.full(count + 1, UNKNOWN)
@@ -132,6 +132,24 @@ def _frontier(scored: ScoredPrefixes, s: int, tree: IntArray) -> Outcomes:
         np.concatenate([probs[outside], np.maximum(mass - taken, 0.0)]),
         depths[nodes],
     )
+
+
+def _probs(scored: ScoredPrefixes, s: int) -> FloatArray:
+    """[n] probabilities of the prefixes of row ``s``, siblings together at most their parent's.
+
+    Scores that are calibrated one by one need not add up.
+    """
+    count = int(scored.counts[s])
+    parents, depths = scored.parents[s, :count], scored.depths[s, :count]
+    logs = np.append(scored.log_probs[s, :count], 0.0)  # the last one is the anchor: parent −1
+    shares = np.exp(np.minimum(logs[:-1] - logs[parents], 0.0))
+    sums = np.bincount(parents + 1, weights=shares, minlength=count + 1)
+    shares /= np.maximum(sums, 1.0)[parents + 1]
+    probs = np.ones(count + 1)
+    for depth in range(1, int(depths.max(initial=0)) + 1):
+        here = np.flatnonzero(depths == depth)
+        probs[here] = shares[here] * probs[parents[here]]
+    return probs[:-1]
 
 
 def branch_tree(tree: DraftTree, outcomes: Outcomes) -> tuple[DraftTree, IntArray]:

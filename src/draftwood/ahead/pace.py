@@ -11,7 +11,7 @@ from draftwood.draft.base import AheadSource
 from draftwood.tree.trust import Trust
 
 _WINDOW = 15  # cycles a median looks back
-_FORGET = 0.97  # per pass
+_FORGET = 0.97  # per cycle
 _FIRST_BRANCHES = 4
 _FILL = 0.9  # of the verification window may be planned for
 _TRIES = 6  # soft hits and fresh drafts that are tried before they are compared
@@ -40,6 +40,10 @@ class Pace:
         x, y = float(num_branches), seconds
         self._sums = _FORGET * self._sums + np.array([1.0, x, x * x, y, x * y])
         self._most_seen = max(self._most_seen, num_branches)
+
+    def observe_rest(self) -> None:
+        """A cycle without branches: what is known of their seconds grows old."""
+        self._sums = _FORGET * self._sums
 
     def observe_draft(self, seconds: float) -> None:
         """One draft that the target had to wait for."""
@@ -77,7 +81,7 @@ class Pace:
         return statistics.median(self._window) if self._window else None
 
     def num_branches(self, window_s: float | None = None) -> int:
-        """Most branches whose pass fits the window; grows at most twofold at a time.
+        """Most branches whose pass fits the window, 0 if none; grows at most twofold at a time.
 
         Args:
             window_s: seconds; the usual ones if not given.
@@ -86,8 +90,7 @@ class Pace:
         most = min(2 * self._most_seen, self.max_branches)
         if window is None or self._sums[0] == 0.0:
             return min(_FIRST_BRANCHES, most)
-        fits = [m for m in range(1, most + 1) if self.ahead_s(m) <= _FILL * window]
-        return fits[-1] if fits else 1
+        return max((m for m in range(1, most + 1) if self.ahead_s(m) <= _FILL * window), default=0)
 
     def takes_soft(self, rest_s: float) -> bool:
         """Whether a branch that did not know the bonus beats drafting now, in tokens per second.

@@ -12,11 +12,13 @@ from draftwood.ahead.messages import Drafted
 from draftwood.ahead.miss import MissDepth
 from draftwood.ahead.outcomes import branch_tree, columns_of, frontier
 from draftwood.ahead.pace import Pace
-from draftwood.draft.base import AheadSource, DraftContext, DraftLimits
+from draftwood.draft.base import AheadSource, Committed, DraftContext, DraftLimits
+from draftwood.draft.surrogate import Surrogate
 from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
 
 _CHAIN_NODES = 256  # prefixes among which a chain and its alternatives are looked for
 _SPARE_PER_BRANCH = 4  # further prefixes, to find the outcomes of a tree in
+_FIRST_REST, _LONGEST_REST = 4, 64  # cycles without branches before one is tried again
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,14 @@ class AheadOptions:
     Attributes:
         choice: which outcomes get a branch.
         num_branches: branches per pass, over all sequences; None: as many as fit into the time
-            that the target takes.
+            that the target takes, none if one does not.
         max_branches: bound for None.
         head_rows: rows of each branch that go through the drafter's head at once; the rest
-            follows for the branch that came true. None: all.
+            follows for the branch that came true. None: all; by ``load_ahead`` on a CPU, where
+            the head costs as much as the rest, one.
         timeout_s: a worker that does not answer for so long is given up.
+        start_wait_s: ``load_ahead`` waits so long for the first worker; then decoding begins
+            without it.
     """
 
     choice: Choice = field(default_factory=Likeliest)
@@ -38,6 +43,7 @@ class AheadOptions:
     max_branches: int = 32
     head_rows: int | None = None
     timeout_s: float = 60.0
+    start_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.num_branches is not None and self.num_branches < 0:
@@ -46,8 +52,9 @@ class AheadOptions:
             raise ValueError(f"head_rows must be ≥ 1 or None, got {self.head_rows}")
         if self.max_branches < 1:
             raise ValueError(f"max_branches must be ≥ 1, got {self.max_branches}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s must be > 0, got {self.timeout_s}")
+        for name, seconds in (("timeout_s", self.timeout_s), ("start_wait_s", self.start_wait_s)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be > 0, got {seconds}")
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,17 @@ class Planner:
 
     Attributes:
         pace: the seconds.
+        surrogate: how often the drafter's scores come true; outcomes are weighed by it.
         planned: branches that a budget policy has settled on for the coming pass.
     """
 
     def __init__(self, options: AheadOptions) -> None:
         self.options = options
         self.pace = Pace(options.max_branches)
+        self.surrogate = Surrogate()
         self.planned: int | None = None
+        self._asked: list[int] = []
+        self._rested, self._rest = 0, _FIRST_REST
         self._misses = MissDepth()
         self._last_depth_is_whole = True
 
@@ -110,19 +121,24 @@ class Planner:
 
         Args:
             contexts: the sequences of ``tree``.
-            scored: what was drafted for them, more than is verified.
+            scored: what the drafter said of them, more than is verified.
             tree: what is verified.
             has_soft: whether the drafter can leave the bonus token open.
         """
         most, self.planned = self._most(), None
+        self._asked = [context.seq_id for context in contexts]
+        sampled = [context.sampler.noise is not None for context in contexts]
+        scored = self.surrogate.calibrated(scored, sampled)
+        if not most:
+            return None
         columns = [columns_of(scored, s, tree, s) for s in range(len(contexts))]
         outcomes = frontier(scored, columns)
         # A path of depth d emits d + 1 tokens: without room for more there is nothing to draft.
         rooms = np.array([context.max_depth for context in contexts])[outcomes.seq]
         useful = rooms - outcomes.depths - 1 > 0
         useful &= has_soft | outcomes.is_known
-        chosen = self.options.choice.choose(outcomes.take(useful), most) if most else outcomes
-        if not most or len(chosen) == 0:
+        chosen = self.options.choice.choose(outcomes.take(useful), most)
+        if len(chosen) == 0:
             return None
         wide, anchors = branch_tree(tree, chosen)
         size = len(contexts)
@@ -145,6 +161,13 @@ class Planner:
         if branches is not None:
             pace.hit_trust.observe(reply.sources.count("hit"), float(branches.hit_probs.sum()))
 
+    def learn_picks(self, committed: Sequence[Committed]) -> None:
+        """The target's own tokens after the prefixes that ``branches`` was last given."""
+        asked, self._asked = self._asked, []
+        if asked:
+            picks = {record.seq_id: record.picks for record in committed}
+            self.surrogate.learn([picks.get(seq_id, ()) for seq_id in asked])
+
     def learn_tokens(self, source: AheadSource, num_tokens: int) -> None:
         """Tokens of a cycle whose draft came from ``source``."""
         if source == "miss" and self._last_depth_is_whole:
@@ -152,7 +175,19 @@ class Planner:
         self.pace.observe_tokens(source, num_tokens)
 
     def _most(self) -> int:
-        if self.planned is not None:
-            return self.planned
+        """Branches of the coming pass."""
         fixed = self.options.num_branches
-        return fixed if fixed is not None else self.pace.num_branches()
+        if fixed == 0:
+            return 0
+        if self.planned is not None:
+            return self.planned or self._try_again()
+        return fixed or self.pace.num_branches() or self._try_again()
+
+    def _try_again(self) -> int:
+        """1 after ever longer rests, or what is known of the seconds would never change; else 0."""
+        self._rested += 1
+        if self._rested < self._rest:
+            self.pace.observe_rest()
+            return 0
+        self._rested, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
+        return 1

@@ -10,7 +10,7 @@ import typer
 
 from draftwood.cli import options
 from draftwood.cli.console import note, stderr, write
-from draftwood.cli.options import open_engine, sampling_params
+from draftwood.cli.options import how_ahead, open_engine, sampling_params
 from draftwood.cli.reply import interruptible, run_reply, summary
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     ahead: options.Ahead = None,
+    ahead_branches: options.AheadBranches = None,
+    ahead_grid: options.AheadGrid = None,
+    ahead_timeout: options.AheadTimeout = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -72,7 +75,10 @@ def chat(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
         repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    engine = open_engine(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
+    engine = open_engine(
+        target, drafter, budget, dtype=dtype, device=device, ahead=ahead,
+        ahead_options=how_ahead(ahead, ahead_branches, ahead_grid, ahead_timeout),
+    )  # fmt: skip
     if engine.target.tokenizer is None or not engine.target.tokenizer.chat_template:
         raise ValueError(f"{target} has no chat template; use 'draftwood generate --raw'")
     conversation = Conversation(engine, params, system)

@@ -12,7 +12,7 @@ import typer
 
 from draftwood.cli import options
 from draftwood.cli.console import fail, note, write
-from draftwood.cli.options import open_engine, sampling_params
+from draftwood.cli.options import how_ahead, open_engine, sampling_params
 from draftwood.cli.reply import interruptible, run_reply, summary
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     ahead: options.Ahead = None,
+    ahead_branches: options.AheadBranches = None,
+    ahead_grid: options.AheadGrid = None,
+    ahead_timeout: options.AheadTimeout = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -66,7 +69,10 @@ def generate(
         repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        engine = open_engine(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
+        engine = open_engine(
+            target, drafter, budget, dtype=dtype, device=device, ahead=ahead,
+            ahead_options=how_ahead(ahead, ahead_branches, ahead_grid, ahead_timeout),
+        )  # fmt: skip
         if trace is not None:
             from draftwood.trace import tracing
 

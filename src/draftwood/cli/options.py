@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,14 @@ from draftwood.cli.console import note, stderr
 from draftwood.cli.reply import heeded
 
 if TYPE_CHECKING:
+    from draftwood.ahead.choice import Grid
+    from draftwood.ahead.planner import AheadOptions
     from draftwood.engine import Engine
     from draftwood.sampling import SamplingParams
 
 MODEL = "Model"
 SAMPLING = "Sampling"
+AHEAD = "Drafting ahead"
 
 Target = Annotated[
     str,
@@ -44,9 +48,31 @@ Budget = Annotated[
 Ahead = Annotated[
     str | None,
     typer.Option(
-        "--async", metavar="WHERE", rich_help_panel=MODEL,
-        help="Draft while the target verifies, in a 'thread', on a device ('cuda:1') or in a "
-        "'process' with a core of its own. For drafters that need only tokens.",
+        "--async", "--drafter-device", metavar="WHERE", rich_help_panel=AHEAD,
+        help="Draft while the target verifies, on a device ('cuda:1', 'cpu'), in a 'thread' or in "
+        "a 'process' with a core of its own. For drafters that need only tokens.",
+    ),
+]  # fmt: skip
+AheadBranches = Annotated[
+    int | None,
+    typer.Option(
+        "--async-branches", min=1, rich_help_panel=AHEAD,
+        help="Branches per pass; as many as fit beside a verification if not given.",
+    ),
+]  # fmt: skip
+AheadGrid = Annotated[
+    str | None,
+    typer.Option(
+        "--async-grid", metavar="C,F", rich_help_panel=AHEAD,
+        help="Draft for the D3D paper's grid ('4,8', or 'auto': the likeliest that fits) instead "
+        "of the most probable outcomes.",
+    ),
+]  # fmt: skip
+AheadTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--async-timeout", metavar="SECONDS", rich_help_panel=AHEAD,
+        help="Give up a worker that does not answer for so long; 60 if not given.",
     ),
 ]  # fmt: skip
 Dtype = Annotated[
@@ -96,6 +122,7 @@ def open_engine(
     dtype: str,
     device: str,
     ahead: str | None = None,
+    ahead_options: AheadOptions | None = None,
 ) -> Engine:
     """Load target and drafter; a malformed budget is a usage error found before loading."""
     with heeded():
@@ -113,7 +140,40 @@ def open_engine(
             ahead = ":".join(["process", *map(str, spare_core())])
         if stderr().is_terminal:
             note(f"loading {target} …")
-        return load(target, drafter, budget, dtype=dtype, device=device, ahead=ahead)
+        return load(
+            target, drafter, budget, dtype=dtype, device=device,
+            ahead=ahead, ahead_options=ahead_options,
+        )  # fmt: skip
+
+
+def how_ahead(
+    where: str | None, branches: int | None, grid: str | None, timeout_s: float | None
+) -> AheadOptions | None:
+    """How to draft ahead, None if not at all; what cannot be is a usage error."""
+    from draftwood.ahead.choice import Likeliest
+    from draftwood.ahead.planner import AheadOptions
+
+    if where is None:
+        if (branches, grid, timeout_s) != (None, None, None):
+            raise typer.BadParameter("nothing is drafted ahead; say where, with --async")
+        return None
+    try:
+        options = AheadOptions(Likeliest() if grid is None else _grid(grid), branches)
+        return options if timeout_s is None else replace(options, timeout_s=timeout_s)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _grid(text: str) -> Grid:
+    from draftwood.ahead.choice import Grid
+
+    if text == "auto":
+        return Grid()
+    try:
+        positions, alternatives = map(int, text.split(","))
+    except ValueError:
+        raise ValueError(f"a grid is C,F as in '4,8', or 'auto', got {text!r}") from None
+    return Grid(positions, alternatives)
 
 
 def writable(path: Path | None) -> Path | None:

@@ -155,6 +155,25 @@ class IndependentNetwork(nn.Module):
             x = layer(x, turn, lambda q, k, v, index=index: attend(index, q, k, v))
         return self.norm(x)
 
+    def pack(
+        self, context_ids: torch.Tensor, anchor_positions: torch.Tensor, block_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Attend]:
+        """The rows of ``forward``, of all groups: what ``run`` takes.
+
+        Returns:
+            Embedded rows [G (C + n B), H], their positions, and what each of them sees.
+        """
+        groups, context_len = context_ids.shape
+        num_blocks, size = block_ids.shape[1:]
+        where = torch.arange(context_len, device=context_ids.device).expand(groups, -1)
+        rows = torch.arange(size, device=context_ids.device)
+        inside = (anchor_positions[..., None] + rows).reshape(groups, -1)
+        ids = torch.cat([context_ids, block_ids.reshape(groups, -1)], dim=1)
+        positions = torch.cat([where, inside], dim=1).flatten()
+        hidden_keys = (where[:, None] >= anchor_positions[..., None])[:, None, :, None]
+        attend = self._packed_attention(groups, context_len, num_blocks, hidden_keys)
+        return self.embed(ids.flatten()), positions, attend
+
     def forward(
         self, context_ids: torch.Tensor, anchor_positions: torch.Tensor, block_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,18 +191,8 @@ class IndependentNetwork(nn.Module):
             Normed hidden states: [G, C, H] of the context (row i predicts token i + 1), and
             [G, n, B − 1, H] of the blocks (row j − 1 predicts token anchor + j).
         """
-        groups, context_len = context_ids.shape
-        num_blocks, size = block_ids.shape[1:]
-        where = torch.arange(context_len, device=context_ids.device).expand(groups, -1)
-        rows = torch.arange(size, device=context_ids.device)
-        inside = (anchor_positions[..., None] + rows).reshape(groups, -1)
-        ids = torch.cat([context_ids, block_ids.reshape(groups, -1)], dim=1)
-        positions = torch.cat([where, inside], dim=1).flatten()
-        hidden_keys = (where[:, None] >= anchor_positions[..., None])[:, None, :, None]
-        attend = self._packed_attention(groups, context_len, num_blocks, hidden_keys)
-        hidden = self.run(self.embed(ids.flatten()), positions, attend).view(*ids.shape, -1)
-        blocks = hidden[:, context_len:].unflatten(1, (num_blocks, size))
-        return hidden[:, :context_len], blocks[:, :, 1:]
+        hidden = self.run(*self.pack(context_ids, anchor_positions, block_ids))
+        return split_rows(hidden, context_ids, block_ids)
 
     def _packed_attention(
         self, groups: int, context_len: int, num_blocks: int, hidden_keys: torch.Tensor
@@ -219,6 +228,16 @@ class IndependentNetwork(nn.Module):
             )
 
         return attend
+
+
+def split_rows(
+    hidden: torch.Tensor, context_ids: torch.Tensor, block_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``forward`` returns, from the normed states [G (C + n B), H] of packed rows."""
+    groups, context_len = context_ids.shape
+    rows = hidden.view(groups, -1, hidden.shape[-1])
+    blocks = rows[:, context_len:].unflatten(1, block_ids.shape[1:])
+    return rows[:, :context_len], blocks[:, :, 1:]
 
 
 def _causal(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ CHAIN = 0
 
 # Log-probabilities held at a time: 64 MiB, whatever block and vocabulary.
 _MAX_SCORES = 16 * 2**20
+
+Drafted: TypeAlias = tuple[torch.Tensor, BlockBatch]
+"""Normed states [A, B − 1, H] of a block at every anchor of a response, and those blocks."""
 
 BUDGETS = (CHAIN, 8, 16, 32, 64, 128, 256, 512)
 
@@ -93,15 +97,16 @@ def replay(
     example: Example,
     budgets: Sequence[int],
     tables: MarkovTables | None = None,
+    drafted: Drafted | None = None,
 ) -> Replay:
     """Draft at every anchor of a response in one packed pass, then follow the loop.
 
     Args:
-        tables: ``markov_tables(network)``, if the caller has them.
+        tables, drafted: ``markov_tables`` and ``anchor_hidden``, if the caller has them.
     """
     tables = tables or markov_tables(network)
     to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
-    hidden, batch = anchor_hidden(network, example)
+    hidden, batch = drafted or anchor_hidden(network, example)
     labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
     labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
     accepted: dict[int, list[IntArray]] = {budget: [] for budget in budgets}
@@ -125,17 +130,22 @@ def replay(
 
 
 @torch.no_grad()
-def loop_cycles(network: Network, example: Example, budget: int) -> int:
+def loop_cycles(
+    network: Network, example: Example, budget: int, drafted: Drafted | None = None
+) -> int:
     """Cycles that the loop takes over a response: those of ``replay``, without its accuracy.
 
     For the chain the head, most of a small drafter's time, runs only on rows whose earlier rows
     are right; others cannot be accepted.
+
+    Args:
+        drafted: ``anchor_hidden``, if the caller has it.
     """
     tables = markov_tables(network)
+    hidden, batch = drafted or anchor_hidden(network, example)
     if budget != CHAIN or tables is not None:
-        return replay(network, example, (budget,), tables).cycles[budget]
+        return replay(network, example, (budget,), tables, (hidden, batch)).cycles[budget]
     to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
-    hidden, batch = anchor_hidden(network, example)
     labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
     labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
     accepted = torch.zeros(len(labels), dtype=torch.int64, device=hidden.device)
@@ -168,17 +178,21 @@ def _summary(replays: Sequence[Replay], budgets: Sequence[int]) -> Acceptance:
 
 
 @torch.no_grad()
-def anchor_hidden(network: Network, example: Example) -> tuple[torch.Tensor, BlockBatch]:
-    """Normed states [A, B − 1, H] of a block at every anchor of a response."""
+def anchor_hidden(network: Network, example: Example) -> Drafted:
+    """Normed states of a block at every anchor of a response, and those blocks."""
+    batch = anchor_batch(network, example)
+    return block_hidden(network, batch)[0], batch
+
+
+def anchor_batch(network: Network, example: Example) -> BlockBatch:
+    """A block at every anchor of a response."""
     first, count = anchor_range(example.response_start, len(example.token_ids))
-    config = network.config
-    batch = make_batch(
+    return make_batch(
         [example],
         [np.arange(first, first + count)],
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
+        block_size=network.config.block_size,
+        mask_token_id=network.config.mask_token_id,
     ).to(device_of(network))
-    return block_hidden(network, batch)[0], batch
 
 
 def accepted_lengths(

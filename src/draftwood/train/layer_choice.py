@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftwood.draft.independent_network import IndependentNetwork
+from draftwood.draft.independent_network import IndependentNetwork, split_rows
 from draftwood.train.anchors import Example
-from draftwood.train.evaluate import anchor_hidden, loop_cycles
+from draftwood.train.evaluate import Drafted, anchor_batch, anchor_hidden, loop_cycles
 from draftwood.tree.tree import FloatArray
 
 ORDERS = ("acceptance", "cosine", "last", "random")
@@ -68,13 +68,42 @@ def rank_layers(
         raise ValueError("there is no held-out response to choose layers by")
     if order == "cosine":
         return _by_cosine(network, examples)
-    candidates = [network.without(i) for i in range(count)]
-    return race(
-        lambda layer, example: loop_cycles(candidates[layer], example, budget),
-        count,
-        examples,
-        confidence,
-    )
+    seen: list[_Response] = []  # the one at hand
+
+    def cycles_of(layer: int, example: Example) -> int:
+        if not seen or seen[-1].example is not example:
+            seen[:] = [_Response(network, example)]
+        return loop_cycles(network, example, budget, seen[-1].without(layer))
+
+    return race(cycles_of, count, examples, confidence)
+
+
+class _Response:
+    """A response drafted without one layer, for any layer; what comes before it is shared."""
+
+    def __init__(self, network: IndependentNetwork, example: Example) -> None:
+        self.example = example
+        self._network = network
+        self._batch = anchor_batch(network, example)
+        b = self._batch
+        x, positions, self._attend = network.pack(b.context_ids, b.anchor_positions, b.block_ids)
+        self._turn = network.angles(positions)
+        self._inputs = [x]  # of the layers, as far as they were needed
+
+    @torch.no_grad()
+    def without(self, layer: int) -> Drafted:
+        """As ``anchor_hidden`` of ``network.without(layer)``."""
+        while len(self._inputs) <= layer:
+            self._inputs.append(self._run(self._inputs[-1], len(self._inputs) - 1))
+        x = self._inputs[layer]
+        for later in range(layer + 1, len(self._network.layers)):
+            x = self._run(x, later)
+        b = self._batch
+        return split_rows(self._network.norm(x), b.context_ids, b.block_ids)[1][0], b
+
+    def _run(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        one = self._network.stack()[layer]
+        return one(x, self._turn, lambda q, k, v: self._attend(layer, q, k, v))
 
 
 def race(
