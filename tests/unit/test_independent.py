@@ -209,6 +209,15 @@ def test_branches_equal_what_would_be_drafted_after_the_fact(
         torch.testing.assert_close(draft.logits, expected[:3], **CLOSE)
 
 
+def test_all_branches_are_one_pass_over_what_they_share_and_their_blocks(target: Target) -> None:
+    network = tiny_independent_network(target)
+    sizes: list[int] = []
+    network.stack()[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    drafted(network, target)
+    # five tokens that were not encoded yet, six nodes above the seven anchors, the blocks
+    assert sizes[1:] == [5 + 6 + 7 * network.config.block_size]
+
+
 @pytest.mark.parametrize("which", range(7))
 def test_a_hit_is_the_synchronous_draft(
     network: IndependentNetwork, target: Target, which: int
