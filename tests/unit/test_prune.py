@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_cli import passes, prompts
 
+from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent, save_independent
 from draftwood.draft.independent_layers import BodyMLP
 from draftwood.draft.independent_network import IndependentNetwork
@@ -25,6 +30,7 @@ from draftwood.train.evaluate import loop_cycles
 from draftwood.train.layer_choice import ORDERS, race, rank_layers
 from draftwood.train.loss import LossConfig
 from draftwood.train.prune import PruneConfig, prune_drafter
+from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_turn
 from draftwood.train.prune_table import best_stage
 from draftwood.train.target_side import ResponseRow, as_example
 from draftwood.train.trainer import TrainConfig
@@ -207,8 +213,11 @@ def test_every_depth_is_recorded_and_loads(
     for before, after in zip(table.stages, table.stages[1:], strict=False):
         assert set(before.layers) - set(after.layers) == {after.removed}
         assert load_independent(after.folder).config.layers == after.layers
-        assert after.draft_s > 0
+        assert min(after.draft_s, after.plain_s, after.verify_s) > 0
         assert after.tau >= 1
+    for one in table.stages:
+        passes_s = one.draft_s + one.verify_s
+        assert one.speedup == pytest.approx(one.tau * one.plain_s / passes_s)
     assert best_stage(table).speedup == max(one.speedup for one in table.stages)
 
 
@@ -244,7 +253,7 @@ def test_mixed_precision_is_that_of_layers_not_of_scores(
 
     monkeypatch.setattr(BodyMLP, "forward", watched_layer)
     monkeypatch.setattr(IndependentNetwork, "logits", watched_logits)
-    monkeypatch.setattr("draftwood.train.prune.draft_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("draftwood.train.prune.pass_seconds", lambda *_, **__: PassSeconds(1, 1, 1))
     table = prune_drafter(
         drafter, target, ROWS, tmp_path / "mixed", settings(min_depth=2),
         accelerator=Accelerator(cpu=True, mixed_precision="bf16"),
@@ -301,6 +310,47 @@ def test_a_moved_run_continues_but_not_with_other_weights(
         prune_drafter(tmp_path / "elsewhere", target, ROWS, tmp_path / "moved", final)
 
 
+def begun(drafter: Path, target: Target, folder: Path, accelerator: Any = None) -> PruneConfig:
+    """A run that stopped after one removal; the settings to continue it with."""
+    config = settings(recovery=None, order="last")
+    first = replace(config, min_depth=2)
+    prune_drafter(drafter, target, ROWS, folder, first, accelerator=accelerator)
+    return config
+
+
+def test_a_continued_run_needs_its_target(drafter: Path, target: Target, tmp_path: Path) -> None:
+    config = begun(drafter, target, tmp_path)
+    model = tiny_model("llama", vocab=VOCAB, dtype=torch.float32)
+    # as a fine-tune of the attention leaves them, embeddings, norms and head are the same
+    model.get_submodule("model.layers.2.self_attn.q_proj").weight.data *= 1.01
+    with pytest.raises(ValueError, match="target's weights have changed"):
+        prune_drafter(drafter, Target(model, probe=False), ROWS, tmp_path, config)
+    half = tiny_model("llama", vocab=VOCAB, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match='dtype: "float32" there, "bfloat16" given'):
+        prune_drafter(drafter, Target(half, probe=False), ROWS, tmp_path, config)
+    # the same weights in another object
+    same = Target(tiny_model("llama", vocab=VOCAB, dtype=torch.float32), probe=False)
+    assert len(prune_drafter(drafter, same, ROWS, tmp_path, config).stages) == 3
+
+
+def test_a_continued_run_needs_its_precision(drafter: Path, target: Target, tmp_path: Path) -> None:
+    def accelerator(precision: str) -> Accelerator:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(cpu=True, mixed_precision=precision)
+
+    config = begun(drafter, target, tmp_path / "whole")
+    begun(drafter, target, tmp_path / "mixed", accelerator("bf16"))
+    for folder, other in (("whole", accelerator("bf16")), ("mixed", None)):
+        with pytest.raises(ValueError, match="precision: "):
+            prune_drafter(drafter, target, ROWS, tmp_path / folder, config, accelerator=other)
+    for folder, same in (("whole", "no"), ("mixed", "bf16")):
+        table = prune_drafter(
+            drafter, target, ROWS, tmp_path / folder, config, accelerator=accelerator(same)
+        )
+        assert len(table.stages) == 3
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -309,13 +359,36 @@ def test_a_moved_run_continues_but_not_with_other_weights(
         "{",
         '{"settings": {}, "stages": [{"depth": 1}]}',
         '{"stages": [3]}',
-        '{"settings": {}, "plain_s": "x", "verify_s": 1, "stages": []}',
+        '{"settings": 3, "stages": []}',
+        '{"settings": {}, "plain_s": 1, "verify_s": 1, "stages": []}',
     ],
 )
 def test_a_damaged_table_is_named(
     drafter: Path, target: Target, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "prune.json").write_text(content)
+    with pytest.raises(ValueError, match=r"prune\.json is damaged"):
+        prune_drafter(drafter, target, ROWS, tmp_path, settings(recovery=None))
+
+
+@pytest.mark.parametrize("name", ["tau", "draft_s", "plain_s", "verify_s", "speedup"])
+@pytest.mark.parametrize("value", [None, "x", 0, float("nan")])
+def test_a_table_without_one_of_its_numbers_is_named(
+    drafter: Path, target: Target, tmp_path: Path, name: str, value: object
+) -> None:
+    stage: dict[str, object] = {
+        "depth": 3, "layers": [0, 1, 2], "removed": None, "tau_without": None, "tau": 1.2,
+        "draft_s": 1.0, "plain_s": 1.0, "verify_s": 1.0, "speedup": 0.6, "folder": "",
+    }  # fmt: skip
+    file = tmp_path / "prune.json"
+    file.write_text(json.dumps({"settings": {}, "stages": [stage]}))
+    with pytest.raises(ValueError, match="other settings"):  # as it is, it can be read
+        prune_drafter(drafter, target, ROWS, tmp_path, settings(recovery=None))
+    file.write_text(json.dumps({"settings": {}, "stages": [{**stage, name: value}]}))
+    with pytest.raises(ValueError, match=r"prune\.json is damaged"):
+        prune_drafter(drafter, target, ROWS, tmp_path, settings(recovery=None))
+    del stage[name]
+    file.write_text(json.dumps({"settings": {}, "stages": [stage]}))
     with pytest.raises(ValueError, match=r"prune\.json is damaged"):
         prune_drafter(drafter, target, ROWS, tmp_path, settings(recovery=None))
 
@@ -341,6 +414,92 @@ def test_targets_end_the_run(drafter: Path, target: Target, tmp_path: Path) -> N
     assert table.stages[-1].depth == 1 or table.stages[-1].tau < table.stages[0].tau
 
 
+# ---- the estimate -------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that only passes take, on a machine that gets slower by the lap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowness: Callable[[int], float]) -> None:
+        self.now, self.laps, self._slowness = 0.0, 0, slowness
+        fake = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr("draftwood.train.prune_cost.time", fake)
+
+    def pass_of(self, seconds: float) -> Callable[[], None]:
+        def once() -> None:
+            self.now += seconds * self._slowness(self.laps)
+            self.laps += 1
+
+        return once
+
+
+def test_passes_compare_on_a_machine_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda lap: 1.02**lap)
+    costs = (0.01, 0.02, 0.03)
+    found = seconds_in_turn([clock.pass_of(cost) for cost in costs])
+    for seconds, cost in zip(found, costs, strict=True):
+        assert seconds / found[0] == pytest.approx(cost / costs[0], rel=0.05)
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(20.0, 5), (0.11, 10), (0.001, 31)])
+def test_a_measurement_ends(monkeypatch: pytest.MonkeyPatch, cost: float, rounds: int) -> None:
+    clock = Clock(monkeypatch, lambda _: 1.0)
+    seconds_in_turn([clock.pass_of(cost)] * 3)
+    assert clock.laps == 3 * (1 + rounds)  # the first warms up
+
+
+@pytest.mark.parametrize(("budget", "max_len"), [(0, 512), (12, 512), (12, 20), (0, 14)])
+def test_a_target_runs_its_passes_in_turn_with_the_drafter(
+    network: IndependentNetwork, monkeypatch: pytest.MonkeyPatch, budget: int, max_len: int
+) -> None:
+    model = tiny_model("llama", vocab=VOCAB, dtype=torch.float32, max_position_embeddings=max_len)
+    target = Target(model, probe=False)
+    seen: list[tuple[str, int, int]] = []
+    forward, propose = Target.forward, IndependentDrafter.propose
+
+    def watched_forward(self: Target, tree: Any, caches: Any, taps: Any = ()) -> Any:
+        seen.append(("target", len(tree.token_ids), caches[0].length))
+        return forward(self, tree, caches, taps)
+
+    def watched_propose(self: IndependentDrafter, contexts: Any, limits: Any) -> Any:
+        seen.append(("draft", limits.max_nodes, len(contexts[0].token_ids)))
+        return propose(self, contexts, limits)
+
+    monkeypatch.setattr(Target, "forward", watched_forward)
+    monkeypatch.setattr(IndependentDrafter, "propose", watched_propose)
+    nodes = budget or network.config.horizon
+    found = pass_seconds(network, target, nodes, 256, is_chain=budget == 0)
+    assert min(found.plain_s, found.verify_s, found.draft_s) > 0
+    (_, context_len, _), _, *passes = seen  # the prompt of both
+    assert context_len == min(256, max_len - max(nodes + 1, 3 + network.config.block_size))
+    anchor = context_len + 3
+    assert anchor + network.config.block_size <= max_len
+    one_round = [("target", 1, context_len), ("target", nodes + 1, context_len)]
+    one_round.append(("draft", nodes, anchor + 1))
+    assert len(passes) >= 3 * 6
+    assert passes == one_round * (len(passes) // 3)
+
+
+def test_a_slow_hour_does_not_change_the_estimate(
+    drafter: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowness = {3: 1.0, 2: 5.0, 1: 0.5}
+
+    def measured(network: IndependentNetwork, *_: object, **__: object) -> PassSeconds:
+        depth = len(network.layers)
+        now = slowness[depth]
+        return PassSeconds(plain_s=2 * now, verify_s=3 * now, draft_s=depth * now)
+
+    monkeypatch.setattr("draftwood.train.prune.pass_seconds", measured)
+    config = settings(recovery=None, order="last")
+    for _ in range(2):  # as it is made, and as it is read
+        table = prune_drafter(drafter, target, ROWS, tmp_path, config)
+        for one in table.stages:
+            assert one.draft_s == one.depth * slowness[one.depth]
+            assert one.draft_passes == pytest.approx(one.depth / 2)
+            assert one.speedup == pytest.approx(one.tau * 2 / (3 + one.depth))
+
+
 def test_the_command(tmp_path: Path) -> None:
     save_tiny_folder(tmp_path / "target")
     file = prompts(tmp_path / "sums.jsonl", 16)
@@ -360,4 +519,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert load_independent(best).config.borrows
     rows = list(csv.DictReader((tmp_path / "p" / "prune.csv").open()))
     assert [row["depth"] for row in rows] == ["3", "2"]
+    for row in rows:
+        plain, verify, draft = (float(row[f"{name}_ms"]) for name in ("plain", "verify", "draft"))
+        assert float(row["draft_passes"]) == pytest.approx(draft / plain, rel=0.01)
+        speedup = float(row["tau"]) * plain / (draft + verify)
+        assert float(row["speedup_estimate"]) == pytest.approx(speedup, rel=0.01)
     assert len(json.loads((tmp_path / "p" / "prune.json").read_text())["stages"]) == 2

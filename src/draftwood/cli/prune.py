@@ -165,7 +165,10 @@ def prune(
 
 def _show(stage: Stage) -> None:
     removed = "" if stage.removed is None else f" without {stage.removed}"
-    note(f"{stage.depth} layers{removed} · τ {stage.tau:.3f} · draft {1e3 * stage.draft_s:.1f} ms")
+    note(
+        f"{stage.depth} layers{removed} · τ {stage.tau:.3f} · draft {1e3 * stage.draft_s:.1f} ms, "
+        f"{stage.draft_passes:.2f} target passes"
+    )
 
 
 def _print(table: Table) -> None:
@@ -173,7 +176,11 @@ def _print(table: Table) -> None:
     from rich.table import Table as Grid
 
     grid = Grid(box=None, padding=(0, 2, 0, 0))
-    for heading in ("layers", "removed", "τ before recovery", "τ", "draft ms", "speedup (est.)"):
+    headings = (
+        "layers", "removed", "τ before recovery", "τ", "draft ms", "in target passes",
+        "speedup (est.)",
+    )  # fmt: skip
+    for heading in headings:
         grid.add_column(heading, justify="right")
     for one in table.stages:
         grid.add_row(
@@ -182,6 +189,7 @@ def _print(table: Table) -> None:
             "" if one.tau_without is None else f"{one.tau_without:.3f}",
             f"{one.tau:.3f}",
             f"{1e3 * one.draft_s:.1f}",
+            f"{one.draft_passes:.2f}",
             f"{one.speedup:.2f}",
         )
     Console(highlight=False).print(grid)

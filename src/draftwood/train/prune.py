@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftwood.draft.folder import find_folder
 from draftwood.draft.independent_checkpoint import check_fits, load_independent, save_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
@@ -19,16 +16,15 @@ from draftwood.train.anchors import Example
 from draftwood.train.distill import DistillObjective
 from draftwood.train.evaluate import loop_cycles
 from draftwood.train.independent import TokenSource
-from draftwood.train.kept import damaged, read_kept, require_same, write_kept
+from draftwood.train.kept import damaged, read_kept, write_kept
 from draftwood.train.layer_choice import ORDERS, LayerScore, rank_layers
-from draftwood.train.prune_cost import draft_seconds, target_seconds
+from draftwood.train.prune_cost import pass_seconds
+from draftwood.train.prune_settings import require_continued, run_settings
 from draftwood.train.prune_table import Stage, Table
-from draftwood.train.start import checksum
 from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig, Trainer
 
 _DRAFT = "draft"
-_WEIGHTS, _REPLIES = "drafter's weights", "replies"  # names of their digests
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class PruneConfig:
         num_ranking: most held-out responses that layers are compared on.
         num_validation: most held-out responses that τ is measured on.
         held_out_percent, max_len: see ``DataUse``.
-        context_len: context at which latency is measured.
+        context_len: tokens of context at which latency is measured, at most.
         seed: of the random order.
     """
 
@@ -95,14 +91,14 @@ def prune_drafter(
 
     Args:
         drafter: folder of a trained independent drafter; the teacher of every recovery.
-        target: gives borrowed tables, and the latencies of the speedup estimate.
+        target: gives borrowed tables, and at every depth the latencies of the speedup estimate.
         rows: its replies; the held-out part chooses layers and measures τ.
         folder: gets ``prune.json`` and ``depth-NN/draft`` for every depth.
         on_stage: called with every depth that is done.
         accelerator: an ``accelerate.Accelerator`` of one process, for mixed precision.
 
     Raises:
-        ValueError: rows, drafter or settings do not fit each other or the folder's run.
+        ValueError: rows, drafter, target or settings do not fit each other or the folder's run.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -138,7 +134,7 @@ class _Run:
         config: PruneConfig,
         accelerator: Any,
     ) -> None:
-        self._drafter, self._target, self._folder, self.config = drafter, target, folder, config
+        self._target, self._folder, self.config = target, folder, config
         self._train, self._held, self._accelerator = train, held, accelerator
         self.teacher = self._load(drafter)
         if config.min_depth > len(self.teacher.layers):
@@ -147,33 +143,16 @@ class _Run:
                 f"{len(self.teacher.layers)}"
             )
         table = Table.load(folder, drafter)
-        settings = self._settings()
-        if table is not None:
-            for what in (_WEIGHTS, _REPLIES):
-                if table.settings.get(what) != settings[what]:
-                    raise ValueError(
-                        f"the {what} have changed since the pruning run in {folder} began; restore "
-                        "them, or choose another folder"
-                    )
-            require_same(table.settings, settings, folder, "a pruning run")
+        settings = run_settings(
+            asdict(config), drafter, target, [*map(as_example, train), *held], accelerator
+        )
+        if table is None:
+            table = Table(settings)
         else:
-            width = config.budget or self.teacher.config.horizon
-            table = Table(settings, *target_seconds(target, width + 1, config.context_len))
+            require_continued(table.settings, settings, folder)
         self.table = table
         if not table.stages:
             self._add(self.teacher, None, None, drafter)
-
-    def _settings(self) -> dict[str, Any]:
-        """What a continued run must repeat: all but where to stop."""
-        settings = {
-            **asdict(self.config),
-            _WEIGHTS: checksum(find_folder(self._drafter, None)),
-            _REPLIES: _digest([*map(as_example, self._train), *self._held]),
-        }
-        for name in ("min_depth", "keep_tau", "speedup"):
-            del settings[name]
-        kept: dict[str, Any] = json.loads(json.dumps(settings))
-        return kept
 
     def is_done(self) -> bool:
         first, last, config = self.table.stages[0], self.table.stages[-1], self.config
@@ -233,13 +212,15 @@ class _Run:
         tau = self._tau(network)
         # as decoding would run it
         served = load_independent(at, dtype=self._target.dtype, device=self._target.device)
-        draft_s = draft_seconds(
+        seconds = pass_seconds(
             served, self._target, config.budget or network.config.horizon,
             config.context_len, is_chain=config.budget == 0,
         )  # fmt: skip
-        speedup = tau * table.plain_s / (draft_s + table.verify_s)
         layers = network.config.layers
-        stage = Stage(len(layers), layers, removed, tau_without, tau, draft_s, speedup, at)
+        stage = Stage(
+            len(layers), layers, removed, tau_without, tau, seconds.draft_s, seconds.plain_s,
+            seconds.verify_s, seconds.speedup(tau), at,
+        )  # fmt: skip
         table.stages.append(stage)
         table.save(self._folder)
         return stage
@@ -263,11 +244,3 @@ class _Run:
             tables = (self._target.input_embeddings(), self._target.output_embeddings())
             network.borrow(*(table.float() for table in tables))
         return network
-
-
-def _digest(examples: Sequence[Example]) -> str:
-    """Of the tokens that layers are chosen and measured on."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.token_ids.tobytes())
-    return digest.hexdigest()[:16]

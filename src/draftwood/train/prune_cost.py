@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,56 +17,111 @@ from draftwood.target.model import Target
 from draftwood.tree.tree import DraftTree
 
 _ACCEPTED = 3  # tokens that a cycle commits, as the drafter sees it
-_REPEATS = 5
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 31
+_LIMIT_S = 3.0
 
 
-def target_seconds(target: Target, width: int, context_len: int) -> tuple[float, float]:
-    """Median seconds of a target pass over 1 row, and over ``width`` rows."""
-    cache = target.new_cache()
-    context_len = max(min(context_len, target.max_len - width), 1)
-    tokens = _tokens(target.vocab_size, context_len)
-    target.forward(DraftTree.chain(tokens), [cache])
-    cache.commit(np.arange(context_len))
+@dataclass(frozen=True)
+class PassSeconds:
+    """Median seconds of three passes, measured in turn: they compare, whatever else runs.
 
-    def verify(rows: int) -> Callable[[], None]:
-        def once() -> None:
-            hidden = target.forward(DraftTree.chain(tokens[:1] * rows), [cache]).hidden
-            target.logits(hidden)
-            cache.truncate(context_len)
-            _wait(target.device)
+    Attributes:
+        plain_s: of the target over one token.
+        verify_s: of the target over a tree.
+        draft_s: of a proposal, which also encodes the tokens of the cycle before.
+    """
 
-        return once
+    plain_s: float
+    verify_s: float
+    draft_s: float
 
-    return _median(verify(1)), _median(verify(width))
+    def speedup(self, tau: float) -> float:
+        """Over plain decoding, at ``tau`` tokens per cycle: τ · t(1) / (t_draft + t(tree))."""
+        return tau * self.plain_s / (self.draft_s + self.verify_s)
 
 
-def draft_seconds(
+def pass_seconds(
     network: IndependentNetwork,
     target: Target,
     max_nodes: int,
     context_len: int,
     *,
     is_chain: bool,
-) -> float:
-    """Median seconds of a proposal that also encodes the tokens of the cycle before."""
-    drafter = IndependentDrafter(network.eval(), target)
-    total = context_len + (_REPEATS + 2) * _ACCEPTED
-    tokens = _tokens(target.vocab_size, total)
-    sampler = Sampler(SamplingParams(), tokens[:1], vocab_size=target.vocab_size)
+) -> PassSeconds:
+    """Measure the passes of a decoding cycle, for some seconds.
+
+    Args:
+        network: the drafter, in the dtype it is decoded with.
+        target: the model it drafts for.
+        max_nodes: of a draft; its tree has the anchor too.
+        context_len: tokens before the anchor; fewer where the target's context ends.
+        is_chain: draft one token per depth.
+
+    Raises:
+        ValueError: the tree does not fit the target's context.
+    """
+    width = max_nodes + 1
+    longest = max(width, _ACCEPTED + network.config.block_size)
+    context_len = max(min(context_len, target.max_len - longest), 1)
+    tokens = _tokens(target.vocab_size, context_len + _ACCEPTED + 1)
     limits = DraftLimits(max_nodes, 1 if is_chain else None)
-    known = 0
+    plain, verify = _target_passes(target, tokens[:context_len], (1, width))
+    draft = _draft_pass(network, target, tokens, limits)
+    return PassSeconds(*seconds_in_turn([plain, verify, draft]))
+
+
+def seconds_in_turn(passes: Sequence[Callable[[], None]]) -> list[float]:
+    """Median seconds of each pass, over rounds in which every one runs once."""
+    for once in passes:
+        once()  # warms up
+    laps: list[list[float]] = []
+    end = time.perf_counter() + _LIMIT_S
+    while len(laps) < _MOST_ROUNDS:
+        laps.append([_lap(once) for once in passes])
+        if len(laps) >= _LEAST_ROUNDS and time.perf_counter() >= end:
+            break
+    return [float(seconds) for seconds in np.median(laps, axis=0)]
+
+
+def _target_passes(
+    target: Target, context: Sequence[int], widths: Sequence[int]
+) -> list[Callable[[], None]]:
+    """Passes with the head over so many rows each, behind ``context``."""
+    cache = target.new_cache()
+    target.forward(DraftTree.chain(context), [cache])
+    cache.commit(np.arange(len(context)))
+
+    def over(rows: int) -> Callable[[], None]:
+        tree = DraftTree.chain([context[0]] * rows)
+
+        def once() -> None:
+            target.logits(target.forward(tree, [cache]).hidden)
+            cache.truncate(len(context))
+            _wait(target.device)
+
+        return once
+
+    return [over(rows) for rows in widths]
+
+
+def _draft_pass(
+    network: IndependentNetwork, target: Target, tokens: Sequence[int], limits: DraftLimits
+) -> Callable[[], None]:
+    """The cycle whose anchor is the last token: always the same one."""
+    drafter = IndependentDrafter(network.eval(), target)
+    start = len(tokens) - 1 - _ACCEPTED
+    sampler = Sampler(SamplingParams(), tokens[:1], vocab_size=target.vocab_size)
+    context = DraftContext(0, tokens, 1, drafter.horizon, sampler)
 
     def once() -> None:
-        nonlocal known
-        new = tokens[known : known + _ACCEPTED] if known else tokens[:context_len]
-        drafter.observe([Committed(0, known, new, None, [], 0)])
-        known += len(new)
-        seen = tokens[: known + 1]
-        drafter.propose([DraftContext(0, seen, 1, drafter.horizon, sampler)], limits)
+        drafter.observe([Committed(0, start, tokens[start:-1], None, [], 0)])
+        drafter.propose([context], limits)
+        drafter.truncate(0, start)
         _wait(target.device)
 
-    once()  # the prompt
-    return _median(once)
+    drafter.observe([Committed(0, 0, tokens[:start], None, [], 0)])
+    once()  # encodes the prompt as well
+    return once
 
 
 def _tokens(vocab_size: int, count: int) -> list[int]:
@@ -73,14 +129,10 @@ def _tokens(vocab_size: int, count: int) -> list[int]:
     return found
 
 
-def _median(once: Callable[[], None]) -> float:
-    once()  # warms up
-    seconds = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds))
+def _lap(once: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    once()
+    return time.perf_counter() - begin
 
 
 def _wait(device: torch.device) -> None:

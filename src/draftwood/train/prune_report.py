@@ -20,7 +20,7 @@ def write_csv(table: Table, folder: Path) -> Path:
         writer = csv.writer(handle)
         writer.writerow(
             ["depth", "removed_layer", "tau_before_recovery", "tau", "share_of_tau", "draft_ms",
-             "speedup_estimate", "layers"]
+             "plain_ms", "verify_ms", "draft_passes", "speedup_estimate", "layers"]
         )  # fmt: skip
         for one in table.stages:
             writer.writerow(_line(one, first))
@@ -28,7 +28,10 @@ def write_csv(table: Table, folder: Path) -> Path:
 
 
 def write_plot(tables: Mapping[str, Table], file: Path) -> Path:
-    """τ, draft latency and estimated speedup by depth, one line per run.
+    """τ, draft latency twice and estimated speedup by depth, one line per run.
+
+    The latency is in milliseconds, and in plain target passes of the same seconds, in which depths
+    compare.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -38,13 +41,18 @@ def write_plot(tables: Mapping[str, Table], file: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
     for name, table in tables.items():
         depths = [one.depth for one in table.stages]
-        axes[0].plot(depths, [one.tau for one in table.stages], marker="o", label=name)
-        axes[1].plot(depths, [1e3 * one.draft_s for one in table.stages], marker="o", label=name)
-        axes[2].plot(depths, [one.speedup for one in table.stages], marker="o", label=name)
-    titles = ("tokens per cycle (τ)", "draft, ms", "estimated speedup")
+        figures = (
+            [one.tau for one in table.stages],
+            [1e3 * one.draft_s for one in table.stages],
+            [one.draft_passes for one in table.stages],
+            [one.speedup for one in table.stages],
+        )
+        for axis, values in zip(axes, figures, strict=True):
+            axis.plot(depths, values, marker="o", label=name)
+    titles = ("tokens per cycle (τ)", "draft, ms", "draft, target passes", "estimated speedup")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title)
         axis.set_xlabel("layers")
@@ -65,6 +73,9 @@ def _line(one: Stage, first_tau: float) -> list[str]:
         f"{one.tau:.4f}",
         f"{one.tau / first_tau:.4f}",
         f"{1e3 * one.draft_s:.3f}",
+        f"{1e3 * one.plain_s:.3f}",
+        f"{1e3 * one.verify_s:.3f}",
+        f"{one.draft_passes:.4f}",
         f"{one.speedup:.4f}",
         " ".join(map(str, one.layers)),
     ]

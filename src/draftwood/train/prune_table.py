@@ -21,7 +21,10 @@ class Stage:
         removed: the one removed last, None for the unpruned drafter.
         tau_without: τ right after the removal, before recovery.
         tau: τ after recovery.
-        draft_s: seconds of one draft.
+        draft_s: seconds of one draft. Compares with those of its own depth only, since others were
+            measured at other times; ``draft_passes`` compares with all.
+        plain_s, verify_s: seconds of a target pass over one token and over the tree, measured in
+            turn with the draft.
         speedup: estimated, over plain decoding: τ · t(1) / (t_draft + t(tree)).
         folder: of the checkpoint.
     """
@@ -32,8 +35,15 @@ class Stage:
     tau_without: float | None
     tau: float
     draft_s: float
+    plain_s: float
+    verify_s: float
     speedup: float
     folder: str
+
+    @property
+    def draft_passes(self) -> float:
+        """What a draft costs, in plain target passes."""
+        return self.draft_s / self.plain_s
 
 
 @dataclass
@@ -41,8 +51,6 @@ class Table:
     """All depths so far, kept in ``prune.json`` after each."""
 
     settings: dict[str, Any]
-    plain_s: float
-    verify_s: float
     stages: list[Stage] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
@@ -73,7 +81,7 @@ class Table:
             table = Table(**raw, stages=[])
         except (AttributeError, KeyError, TypeError) as error:
             raise damaged(file, repr(error)) from error
-        numbers = [table.plain_s, table.verify_s]
+        numbers: list[Any] = []
         for index, one in enumerate(stages):
             where = str(folder / one.folder) if index else drafter
             if index and not Path(where).is_dir():
@@ -81,9 +89,11 @@ class Table:
                     f"{file} names {where}, which is gone; restore it, or choose another folder"
                 )
             table.stages.append(replace(one, folder=where))
-            numbers += [one.depth, one.tau, one.draft_s, one.speedup]
-        if not all(isinstance(number, (int, float)) for number in numbers):
-            raise damaged(file, "a number is none")
+            numbers += [one.depth, one.tau, one.draft_s, one.plain_s, one.verify_s, one.speedup]
+        if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+            raise damaged(file, "a number is none, or not positive")
+        if not isinstance(table.settings, dict):
+            raise damaged(file, "no settings")
         return table
 
 
