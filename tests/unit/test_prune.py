@@ -31,6 +31,7 @@ from draftwood.train.layer_choice import ORDERS, race, rank_layers
 from draftwood.train.loss import LossConfig
 from draftwood.train.prune import PruneConfig, prune_drafter
 from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_turn
+from draftwood.train.prune_settings import begun_precision
 from draftwood.train.prune_table import best_stage
 from draftwood.train.target_side import ResponseRow, as_example
 from draftwood.train.trainer import TrainConfig
@@ -498,6 +499,17 @@ def test_a_slow_hour_does_not_change_the_estimate(
             assert one.draft_s == one.depth * slowness[one.depth]
             assert one.draft_passes == pytest.approx(one.depth / 2)
             assert one.speedup == pytest.approx(one.tau * 2 / (3 + one.depth))
+
+
+@pytest.mark.parametrize("begun", ["float32", "bfloat16"])
+def test_a_continued_command_keeps_its_precision(
+    drafter: Path, target: Target, tmp_path: Path, begun: str
+) -> None:
+    assert begun_precision(tmp_path) is None
+    mixed = Accelerator(cpu=True, mixed_precision="bf16") if begun == "bfloat16" else None
+    config = settings(recovery=None, order="last", min_depth=3)
+    prune_drafter(drafter, target, ROWS, tmp_path, config, accelerator=mixed)
+    assert begun_precision(tmp_path) == begun
 
 
 def test_the_command(tmp_path: Path) -> None:

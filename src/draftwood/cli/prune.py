@@ -96,8 +96,8 @@ def prune(
     precision: Annotated[
         str,
         typer.Option(
-            help="Of the products: 'auto', 'float32' or 'bfloat16'; 'auto' is bfloat16 where that "
-            "is clearly faster.",
+            help="Of the products: 'auto', 'float32' or 'bfloat16'; 'auto' is that of the run in "
+            "the folder, else bfloat16 where that is clearly faster.",
         ),
     ] = "auto",
     dtype: options.Dtype = "auto",
@@ -115,6 +115,7 @@ def prune(
     from draftwood.train.loss import LossConfig
     from draftwood.train.prune import PruneConfig, prune_drafter
     from draftwood.train.prune_report import write_csv, write_plot
+    from draftwood.train.prune_settings import begun_precision
     from draftwood.train.prune_table import best_stage
     from draftwood.train.shards import load_rows
     from draftwood.train.trainer import TrainConfig
@@ -142,7 +143,8 @@ def prune(
     keep_freed_memory()
     choose_threads()
     rows = [row for path in data for row in load_rows(path)]
-    accelerator = open_accelerator(device, precision)
+    begun = begun_precision(out) if precision == "auto" else None
+    accelerator = open_accelerator(device, begun or precision)
     if accelerator is not None and accelerator.num_processes > 1:
         raise typer.BadParameter("prune is for one process; run it without accelerate launch")
     model = load_target(

@@ -11,7 +11,8 @@ from typing import Any
 from draftwood.draft.folder import find_folder
 from draftwood.target.model import Target
 from draftwood.train.anchors import Example
-from draftwood.train.kept import require_same
+from draftwood.train.kept import read_kept, require_same
+from draftwood.train.prune_table import TABLE
 from draftwood.train.start import checksum
 
 _WEIGHTS, _REPLIES, _TARGET = "drafter's weights", "replies", "target's weights"
@@ -64,6 +65,21 @@ def require_continued(kept: Mapping[str, Any], now: Mapping[str, Any], folder: P
                 f"the {what} have changed since the pruning run in {folder} began; restore "
                 "them, or choose another folder"
             )
+
+
+def begun_precision(folder: Path) -> str | None:
+    """Precision of the run in a folder; None if there is none.
+
+    A machine's products are timed anew at every start, and may then seem to prefer another.
+    """
+    file = folder / TABLE
+    if not file.is_file():
+        return None
+    try:
+        precision = read_kept(file)["settings"]["precision"]
+    except (KeyError, TypeError):
+        return None  # the run itself says what is wrong with the file
+    return str(precision) if precision in _PRECISIONS.values() else None
 
 
 def target_digest(target: Target) -> str:
