@@ -1,8 +1,9 @@
 """Wall clock of drafting ahead against drafting when needed, paired by prompt.
 
 The synchronous engine has all cores and threads; it is run with every ``--budgets`` and its best
-one counts. The asynchronous one gives the last core to a drafting process and keeps the others.
-Orders alternate, texts must be the same. Run it on an otherwise idle machine.
+one counts. The asynchronous one gives the last core to a drafting process and keeps the others; so
+does a third one, whose process drafts when it is asked and never ahead: as if the cores were two
+devices. Orders alternate, texts must be the same. Run it on an otherwise idle machine.
 
     python benchmarks/ahead_wall.py --drafter FOLDER --prompts 12 --tokens 128
 """
@@ -19,12 +20,14 @@ from common import encode_prompts, machine, save
 
 import draftwood as dw
 from draftwood.ahead.drafter import AheadDrafter
+from draftwood.ahead.planner import AheadOptions
 from draftwood.bench.statistics import ratio
 from draftwood.engine import Engine
 from draftwood.records import Output
 from draftwood.target.load import load_target
 
 ASYNC = "ahead"
+ON_DEMAND = "on demand"
 
 
 class Place:
@@ -50,11 +53,16 @@ class Place:
 def engines(args: argparse.Namespace, place: Place) -> dict[str, Engine]:
     """The asynchronous engine and a synchronous one per budget, on one target."""
     target = load_target(args.target)
-    ahead = dw.load(
-        target, args.drafter, args.ahead_budget, ahead=f"process:{place.spare}", calibrate=False
-    )
+    options = {ASYNC: AheadOptions(), ON_DEMAND: AheadOptions(num_branches=0)}
+    beside = {
+        name: dw.load(
+            target, args.drafter, args.ahead_budget, calibrate=False,
+            ahead=f"process:{place.spare}", ahead_options=how,
+        )
+        for name, how in options.items()
+    }  # fmt: skip
     return {
-        ASYNC: ahead,
+        **beside,
         **{b: dw.load(target, args.drafter, b, calibrate=False) for b in args.budgets},
     }
 
@@ -71,7 +79,7 @@ def run(found: dict[str, Engine], args: argparse.Namespace, place: Place) -> dic
     for index, prompt in enumerate(prompts):
         names = list(found)
         for name in names if index % 2 else names[::-1]:
-            place.take(all_cores=name != ASYNC)
+            place.take(all_cores=name not in (ASYNC, ON_DEMAND))
             (output,) = found[name].generate([prompt], params)
             if index > 0:  # the first one warms everything up
                 outputs[name].append(output)
@@ -100,21 +108,36 @@ def main() -> None:
     speed = ratio(seconds[best], seconds[ASYNC])
     print(f"best synchronous budget: {best}")
     print(f"synchronous / ahead {speed.value:.3f} [{speed.low:.3f}, {speed.high:.3f}] of seconds")
+    overlap = ratio(seconds[ON_DEMAND], seconds[ASYNC])
+    print(f"on demand / ahead {overlap.value:.3f} [{overlap.low:.3f}, {overlap.high:.3f}]")
+    waited = [sum(c.seconds.draft_s for c in o.cycles) for o in done["outputs"][ASYNC]]
+    rest = [all_s - draft_s for all_s, draft_s in zip(seconds[ASYNC], waited, strict=True)]
+    bound = ratio(seconds[best], rest)
+    print(f"with no wait for any draft {bound.value:.3f} [{bound.low:.3f}, {bound.high:.3f}]")
     cycles = [cycle for output in done["outputs"][ASYNC] for cycle in output.cycles]
     sources = Counter(cycle.ahead.source for cycle in cycles if cycle.ahead is not None)
     drafter = found[ASYNC].drafter
     assert isinstance(drafter, AheadDrafter)
+    pace = drafter.planner.pace
+    pass_ms = {m: round(1e3 * pace.ahead_s(m), 1) for m in (1, 2, 4, 8, 16)}
+    window_ms, draft_ms = (round(1e3 * (x or 0.0), 1) for x in (pace.window_s, pace.draft_s))
+    print(f"a verification leaves {window_ms} ms, a draft {draft_ms}, branches {pass_ms}")
     print(f"drafts: {dict(sources)}; workers: {dict(drafter.counters)}")
     save(
         args.name, machine=box, settings=vars(args), seconds=seconds, best=best,
-        ratio=speed.value, interval_95=[speed.low, speed.high], sources=dict(sources),
-        workers=dict(drafter.counters),
+        ratio=speed.value, interval_95=[speed.low, speed.high],
+        on_demand=overlap.value, on_demand_95=[overlap.low, overlap.high],
+        window_ms=window_ms, draft_ms=draft_ms, pass_ms=pass_ms,
+        without_waits=bound.value, without_waits_95=[bound.low, bound.high],
+        sources=dict(sources), workers=dict(drafter.counters),
+        branches=Counter(cycle.ahead.num_branches for cycle in cycles if cycle.ahead is not None),
         acceptance_length={
             name: sum(len(o.token_ids) for o in rows) / sum(o.num_cycles for o in rows)
             for name, rows in done["outputs"].items()
         },
     )  # fmt: skip
-    drafter.close()
+    for name in (ASYNC, ON_DEMAND):
+        found[name].drafter.close()  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
