@@ -86,13 +86,25 @@ def test_a_worker_that_fails_at_the_start_is_an_error(folder: Path, tmp_path: Pa
         dw.load(str(folder), str(tmp_path / "nowhere"), 4, ahead="process")
 
 
-def test_options_need_a_place_and_keep_one_row_of_the_head_on_a_cpu(folder: Path) -> None:
+def test_options_need_a_place_and_few_rows_of_the_head_are_the_default_on_a_cpu(
+    folder: Path,
+) -> None:
     options = AheadOptions(num_branches=2)
     with pytest.raises(ValueError, match="say where"):
         dw.load(str(folder), "lookup", 4, ahead_options=options)
     engine = dw.load(str(folder), "lookup", 4, ahead="thread", ahead_options=options)
     assert isinstance(engine.drafter, AheadDrafter)
-    assert engine.drafter.options == replace(options, head_rows=1)
+    rows = engine.drafter.options.head_rows
+    assert engine.drafter.options == replace(options, head_rows=rows)
+    assert rows is not None
+    planner = engine.drafter.planner
+    assert [planner.head_rows(m) for m in (rows, rows // 2, 10 * rows)] == [1, 2, 1]
+    engine.drafter.close()
+    asked = dw.load(
+        str(folder), "lookup", 4, ahead="thread", ahead_options=AheadOptions(head_rows=3)
+    )
+    assert isinstance(asked.drafter, AheadDrafter)
+    assert asked.drafter.options.head_rows == 3
 
 
 def test_branches_are_weighed_by_what_was_learned_before(

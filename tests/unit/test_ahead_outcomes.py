@@ -243,11 +243,14 @@ def decided(per_row: float, ahead_s: float, draft_s: float) -> tuple[int, int, i
     return int(budgets[0]), int(np.argmax(speed)), planner.planned
 
 
-def test_the_policy_asks_for_the_outcomes_of_the_trees_it_compares() -> None:
+@pytest.mark.parametrize("fixed", [4, 24, None])
+def test_the_policy_asks_for_the_outcomes_of_the_trees_it_compares(fixed: int | None) -> None:
     full = scored_of(marginals(11, 8, 40), 400)
-    policy = AheadBudget(Planner(AheadOptions()))
+    planner = Planner(AheadOptions(num_branches=fixed))
+    planner.pace.observe_ahead(12, 0.01)  # it may try twice as many
+    policy = AheadBudget(planner)
     most, _ = policy.limits(CycleState([100], 15), Machine(0.001))
-    totals, branches = np.array([2, 8, 15]), np.array([4, 24])
+    totals, branches = np.array([2, 8, 15]), np.array([2, fixed or 24])
     seen = hit_probs(narrowed(full, DraftLimits(most)), totals, branches)
     assert seen == pytest.approx(hit_probs(full, totals, branches), abs=0.01)
 

@@ -133,7 +133,7 @@ class AheadDrafter:
             return
         self._catch_up(contexts)
         updates = self._outbox.updates(contexts)
-        rows = self.options.head_rows
+        rows = self.planner.head_rows(len(branches.anchors))
         self._link.tell(Ahead(updates, branches.tree, branches.anchors, rows))
         self._branches = seq_ids, branches, time.perf_counter()
         for s, seq_id in enumerate(seq_ids):

@@ -19,7 +19,7 @@ from draftwood.draft.load import load_drafter
 from draftwood.target.load import usable_device
 from draftwood.target.model import Target
 
-_CPU_HEAD_ROWS = 1
+_CPU_HEAD_ROWS = 20  # a product of few rows takes as long as its weights take to read
 
 
 @dataclass(frozen=True)

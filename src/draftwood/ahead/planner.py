@@ -30,9 +30,10 @@ class AheadOptions:
         num_branches: branches per pass, over all sequences; None: as many as fit into the time
             that the target takes, none if one does not.
         max_branches: bound for None.
-        head_rows: rows of each branch that go through the drafter's head at once; the rest
-            follows for the branch that came true. None: all; by ``load_ahead`` on a CPU, where
-            the head costs as much as the rest, one.
+        head_rows: rows that go through the drafter's head with a pass, shared out evenly, one per
+            branch at least; the others follow for the branch that came true, where they matter.
+            None: all; by ``load_ahead`` on a CPU, where the head costs as much as the rest, as
+            many as cost little more than one.
         timeout_s: a worker that does not answer for so long is given up.
         start_wait_s: ``load_ahead`` waits so long for the first worker; then decoding begins
             without it.
@@ -80,6 +81,7 @@ class Planner:
         pace: the seconds.
         surrogate: how often the drafter's scores come true; outcomes are weighed by it.
         planned: branches that a budget policy has settled on for the coming pass.
+        is_asked_widely: whether a budget policy asks for outcomes beyond its tree by itself.
     """
 
     def __init__(self, options: AheadOptions) -> None:
@@ -87,6 +89,7 @@ class Planner:
         self.pace = Pace(options.max_branches)
         self.surrogate = Surrogate()
         self.planned: int | None = None
+        self.is_asked_widely = False
         self._asked: list[int] = []
         self._rested, self._rest = 0, _FIRST_REST
         self._misses = MissDepth()
@@ -96,8 +99,24 @@ class Planner:
         """What to ask the drafter for, so that the outcomes of the tree are among it too."""
         if limits.max_width is not None:
             return DraftLimits(max(limits.max_nodes, _CHAIN_NODES))
-        most = self.options.num_branches or self.options.max_branches
-        return DraftLimits(limits.max_nodes + _SPARE_PER_BRANCH * most)
+        spare = 0 if self.is_asked_widely else self.num_spare
+        return DraftLimits(limits.max_nodes + spare)
+
+    @property
+    def num_spare(self) -> int:
+        """Prefixes beyond a tree among which the outcomes are that branches could stand for."""
+        return _SPARE_PER_BRANCH * self.most_branches
+
+    @property
+    def most_branches(self) -> int:
+        """More branches than these will not be drafted in the coming pass."""
+        fixed = self.options.num_branches
+        return fixed if fixed is not None else self.pace.num_branches(np.inf)
+
+    def head_rows(self, num_branches: int) -> int | None:
+        """Rows of each of these branches that go through the head at once; None: all."""
+        rows = self.options.head_rows
+        return None if rows is None else max(rows // num_branches, 1)
 
     def miss_depth(self, horizon: int) -> int:
         """How deep a draft may go that the target has to wait for."""

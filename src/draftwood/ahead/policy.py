@@ -17,7 +17,6 @@ from draftwood.tree.trust import Trust
 _FEWEST_NODES = 16
 _STEP = 1.15  # between the numbers of nodes that are compared
 _BRANCHES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_OUTCOMES = 128  # prefixes beyond the nodes: among them are the outcomes that branches stand for
 
 
 class AheadBudget:
@@ -38,6 +37,7 @@ class AheadBudget:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
+        planner.is_asked_widely = True
         self._trust = Trust()
         self._floor = Floor()
         self._most_nodes = _FEWEST_NODES
@@ -48,13 +48,13 @@ class AheadBudget:
         if state.horizon == 0 or not self._floor.drafts():
             self.why = "plain is faster"
             return 0, None
-        return min(self._most_nodes + _OUTCOMES, MAX_NODES), None
+        return min(self._most_nodes + self._planner.num_spare, MAX_NODES), None
 
     def choose(self, scored: ScoredPrefixes, state: CycleState, latency: LatencyModel) -> IntArray:
         num_seqs = len(scored)
         ranked = rank_nodes(scored)
         totals = _totals(min(len(ranked.phi), num_seqs * self._most_nodes + 1))
-        branches = np.array([m for m in _BRANCHES if m <= self._most_branches()])
+        branches = np.array([m for m in _BRANCHES if m <= self._planner.most_branches])
         hits = self._planner.pace.hit_trust.ratio * hit_probs(scored, totals, branches)
         hits = np.minimum(hits / max(num_seqs, 1), 1.0)
         tokens = num_seqs + self._trust.ratio * ranked.phi[totals]
@@ -79,10 +79,6 @@ class AheadBudget:
         self._trust.observe(num_accepted, phi)
         tokens = 0.5 * (num_accepted + self._trust.ratio * phi)
         self._floor.observe(1.0 + tokens / num_seqs, 1.0 + num_accepted / num_seqs, self._cost)
-
-    def _most_branches(self) -> int:
-        fixed = self._planner.options.num_branches
-        return fixed if fixed is not None else self._planner.pace.num_branches(np.inf)
 
     def _seconds(
         self,
