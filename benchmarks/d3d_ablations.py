@@ -21,7 +21,7 @@ from common import machine, save
 from draftwood.draft.independent_checkpoint import fingerprint
 from draftwood.target.load import load_target
 from draftwood.target.model import Target
-from draftwood.train.evaluate import CHAIN
+from draftwood.train.accepted import CHAIN
 from draftwood.train.independent import IndependentRecipe
 from draftwood.train.layer_choice import ORDERS
 from draftwood.train.loss import LossConfig

@@ -28,8 +28,9 @@ from draftwood.draft.config import DraftConfig
 from draftwood.draft.network import DraftNetwork
 from draftwood.target.load import load_target
 from draftwood.target.model import Target
+from draftwood.train.accepted import CHAIN
 from draftwood.train.anchors import BlockBatch, Example, choose_anchors
-from draftwood.train.evaluate import CHAIN, Replay, replay
+from draftwood.train.evaluate import Replay, replay
 from draftwood.train.features import StoreSource
 from draftwood.train.loss import LossConfig
 from draftwood.train.objective import BlockObjective

@@ -25,7 +25,8 @@ from draftwood.draft.network import DraftNetwork
 from draftwood.engine import Engine
 from draftwood.sampling import SamplingParams
 from draftwood.target.model import Target
-from draftwood.train.evaluate import CHAIN, evaluate
+from draftwood.train.accepted import CHAIN
+from draftwood.train.evaluate import evaluate
 from draftwood.train.grow import with_markov
 from draftwood.train.start import checksum
 from draftwood.train.target_side import ResponseRow, run_target

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_network import HIDDEN, TAPS, tiny_network
 
 from draftwood.draft.network import NO_POSITION
+from draftwood.train.accepted import accepted_lengths
 from draftwood.train.anchors import (
     BlockBatch,
     Example,
@@ -17,7 +18,6 @@ from draftwood.train.anchors import (
     choose_anchors,
     make_batch,
 )
-from draftwood.train.evaluate import accepted_lengths
 from draftwood.train.loss import UNKNOWN, LossConfig, block_loss, inverse_map
 from draftwood.train.objective import BlockObjective, HeadSample, sample_head
 from draftwood.train.order import plan_epoch

@@ -19,7 +19,8 @@ from draftwood.draft.independent import IndependentDrafter
 from draftwood.draft.independent_checkpoint import load_independent
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
-from draftwood.train.evaluate import CHAIN, evaluate, loop_cycles, replay
+from draftwood.train.accepted import CHAIN
+from draftwood.train.evaluate import evaluate, loop_cycles, replay
 from draftwood.train.independent import IndependentRecipe, TokenSource, build_independent
 from draftwood.train.joint import JointObjective, next_tokens
 from draftwood.train.loss import LossConfig

@@ -17,8 +17,9 @@ from draftwood.draft.checkpoint import load_draft
 from draftwood.draft.network import DraftNetwork
 from draftwood.errors import DraftwoodError
 from draftwood.train import state
+from draftwood.train.accepted import CHAIN, accepted_lengths, count_cycles
 from draftwood.train.anchors import Example
-from draftwood.train.evaluate import CHAIN, accepted_lengths, count_cycles, evaluate
+from draftwood.train.evaluate import evaluate
 from draftwood.train.loss import UNKNOWN, LossConfig
 from draftwood.train.state import RunLog
 from draftwood.train.trainer import TrainConfig, Trainer

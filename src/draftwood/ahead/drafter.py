@@ -21,12 +21,12 @@ from draftwood.ahead.messages import (
     Draft,
     Observe,
     Outbox,
-    Ready,
     Release,
     Truncate,
 )
 from draftwood.ahead.planner import AheadOptions, Branches, Planner
 from draftwood.ahead.proposal import narrowed, problem
+from draftwood.ahead.refusal import check_ready
 from draftwood.draft.base import AheadStats, Committed, DraftContext, DraftLimits
 from draftwood.draft.lookup import LookupDrafter
 from draftwood.tree.tree import DraftTree, ScoredPrefixes
@@ -249,28 +249,3 @@ class AheadDrafter:
             self._reported[context.seq_id] = anchor
         if records:
             self._link.tell(Observe(tuple(records)))
-
-
-def check_ready(ready: Ready) -> None:
-    """Refuse workers that cannot draft ahead.
-
-    Raises:
-        ValueError: the drafter needs hidden states of the target, or never drafts.
-    """
-    check_taps(ready.taps)
-    if ready.horizon == 0:
-        raise ValueError("this drafter never drafts, so there is nothing to draft ahead")
-
-
-def check_taps(taps: Sequence[int]) -> None:
-    """Refuse drafters that cannot draft ahead.
-
-    Raises:
-        ValueError: the drafter needs hidden states of the target.
-    """
-    if taps:
-        raise ValueError(
-            f"this drafter reads the target's layers {list(taps)} at every token it builds on; of "
-            "tokens that are not verified yet there are none. Draft synchronously, or use a "
-            "drafter that needs only tokens: an independent one, a smaller language model, 'lookup'"
-        )

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 
 from draftwood.ahead.channel import InProcess, InThread
-from draftwood.ahead.drafter import AheadDrafter, check_taps
+from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.planner import AheadOptions
+from draftwood.ahead.refusal import check_taps
 from draftwood.draft.base import Drafter
 from draftwood.draft.load import load_drafter
 from draftwood.target.load import usable_device

@@ -55,7 +55,8 @@ def eval_drafter(
     from draftwood.cli.options import quiet_libraries
     from draftwood.cli.threads import choose_threads
     from draftwood.target.load import load_target
-    from draftwood.train.evaluate import BUDGETS, CHAIN
+    from draftwood.train.accepted import CHAIN
+    from draftwood.train.evaluate import BUDGETS
     from draftwood.train.features import is_held_out
     from draftwood.train.measure import evaluate_drafter
     from draftwood.train.shards import load_rows

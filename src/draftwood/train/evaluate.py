@@ -14,17 +14,14 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from draftwood.draft.block_ranking import MANY, num_candidates
+from draftwood.draft.block_ranking import MANY
 from draftwood.draft.markov import MarkovTables
+from draftwood.train.accepted import CHAIN, accepted_lengths, conditional_lengths, count_cycles
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
-from draftwood.train.conditionals import conditionals, markov_tables
+from draftwood.train.conditionals import markov_tables
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
 from draftwood.train.networks import Network, block_hidden, device_of
-from draftwood.train.prefixes import best_prefixes
 from draftwood.tree.tree import IntArray
-
-CHAIN = 0
-"""Key of the single-chain policy among budgets."""
 
 # Log-probabilities held at a time: 64 MiB, whatever block and vocabulary.
 _MAX_SCORES = 16 * 2**20
@@ -193,77 +190,3 @@ def anchor_batch(network: Network, example: Example) -> BlockBatch:
         block_size=network.config.block_size,
         mask_token_id=network.config.mask_token_id,
     ).to(device_of(network))
-
-
-def accepted_lengths(
-    log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]
-) -> dict[int, IntArray]:
-    """Accepted drafted tokens at every anchor, by budget.
-
-    The tree of budget n holds the n most probable prefixes, so the true prefix of length d is in
-    it exactly if its probability is at least that of the n-th prefix (ties aside).
-
-    Args:
-        log_probs: [A, L, V] marginals.
-        labels: [A, L] draft ids of the true tokens, ``UNKNOWN`` where there is none.
-
-    Returns:
-        budget → [A], each between 0 and L.
-    """
-    known = labels != UNKNOWN
-    label_scores = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    label_scores = label_scores.masked_fill(~known, float("-inf"))
-    path = torch.zeros_like(label_scores)
-    total = torch.zeros_like(label_scores[:, 0])
-    for depth in range(labels.shape[1]):
-        total = total + label_scores[:, depth]
-        path[:, depth] = total
-    largest = max(budgets)
-    if largest > 0:
-        best = best_prefixes(log_probs, largest)
-    result = {}
-    for budget in budgets:
-        if budget == CHAIN:
-            inside = (log_probs.argmax(-1) == labels) & known
-        else:
-            bound = best[:, min(budget, best.shape[1]) - 1, None]
-            inside = (path >= bound) & torch.isfinite(path)
-        result[budget] = inside.long().cumprod(dim=1).sum(dim=1).cpu().numpy()
-    return result
-
-
-def conditional_lengths(
-    log_probs: torch.Tensor,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    tables: MarkovTables,
-    budgets: Sequence[int],
-) -> dict[int, IntArray]:
-    """``accepted_lengths`` where each depth is conditioned on the token of the one before.
-
-    As in the loop, a tree of n nodes is made of the ``num_candidates(n)`` best tokens of every
-    depth by the marginals.
-
-    Args:
-        hidden: [A, L, H] the rows of ``log_probs``.
-    """
-    result = {}
-    by_width: dict[int, list[int]] = {}
-    for budget in budgets:
-        nodes = log_probs.shape[1] if budget == CHAIN else budget
-        by_width.setdefault(num_candidates(nodes, log_probs.shape[-1]), []).append(budget)
-    for width, of_width in by_width.items():
-        table = conditionals(log_probs, hidden, tables, width)
-        for budget in of_width:
-            lengths = table.chain(labels) if budget == CHAIN else table.tree(labels, budget)
-            result[budget] = lengths.cpu().numpy()
-    return result
-
-
-def count_cycles(accepted: IntArray) -> int:
-    """Cycles the loop takes over a response, given what each anchor would accept."""
-    position = cycles = 0
-    while position < len(accepted):
-        position += int(accepted[position]) + 1
-        cycles += 1
-    return cycles

@@ -13,8 +13,9 @@ import torch
 
 from draftwood.draft.network import DraftNetwork
 from draftwood.errors import DraftwoodError
+from draftwood.train.accepted import CHAIN
 from draftwood.train.anchors import BlockBatch, Example, choose_anchors
-from draftwood.train.evaluate import CHAIN, Acceptance, evaluate
+from draftwood.train.evaluate import Acceptance, evaluate
 from draftwood.train.loss import LossConfig
 from draftwood.train.networks import Network, device_of, save_network
 from draftwood.train.objective import BlockObjective, HeadSample, Objective
