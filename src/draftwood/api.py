@@ -66,6 +66,8 @@ def load(
         raise ValueError("ahead_options say how to draft ahead; say where: ahead='process', …")
     if ahead is not None:
         check_place(ahead)
+        if not isinstance(ahead_options, AheadOptions | None):
+            raise ValueError(f"ahead_options must be AheadOptions(…), got {ahead_options!r}")
         if isinstance(budget, (str, int)) and str(budget) in ("off", "0"):
             raise ValueError(
                 f"nothing is drafted ahead ({ahead!r}) with a budget of {budget!r}; leave one out"
@@ -94,7 +96,12 @@ def load(
             curve = calibrated(model, proposer.taps)
             options["latency"], is_measured = OnlineLatency(curve), is_reliable(curve)
     if isinstance(proposer, AheadDrafter) and by_name:
-        proposer.planner.surrogate.restore(stored_surrogate(str(drafter), model).state())
+        stored = stored_surrogate(str(drafter), model)
+        if adapts:  # the engine's is the one that is kept
+            proposer.planner.surrogate.restore(stored.state())
+        else:
+            proposer.planner.surrogate = stored
+            keep_at_end(proposer, stored)
     policy = parse_budget(
         budget,
         {

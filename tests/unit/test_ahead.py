@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +42,7 @@ from draftwood.ahead.messages import (
     Outbox,
 )
 from draftwood.ahead.miss import MissDepth
-from draftwood.ahead.outcomes import Outcomes, branch_tree
+from draftwood.ahead.outcomes import Outcomes, branch_tree, columns_of, frontier
 from draftwood.ahead.pace import Pace
 from draftwood.ahead.planner import AheadOptions, Planner
 from draftwood.ahead.policy import AheadBudget
@@ -384,6 +385,91 @@ def test_branches_follow_what_the_target_really_said(choice: Choice) -> None:
     assert at_second_place() > before
 
 
+def test_a_time_when_branches_fit_makes_the_next_rest_short_again() -> None:
+    planner = Planner(AheadOptions())
+    planner.pace.observe_window(0.010)
+    context, scored = context_of([3, 4, 5]), some_scores(num_seqs=1)
+    tree = DraftTree.grow([5], scored, np.array([4]))
+
+    def cycles_until_a_try() -> int:
+        for number in range(200):
+            if planner.branches([context], scored, tree, has_soft=False) is not None:
+                return number
+        return 200
+
+    def take(seconds: float) -> None:
+        for _ in range(200):
+            planner.pace.observe_ahead(1, seconds)
+
+    take(0.030)
+    first, later = cycles_until_a_try(), [cycles_until_a_try() for _ in range(4)][-1]
+    assert later > first
+    take(0.001)
+    assert cycles_until_a_try() == 0
+    take(0.030)
+    assert cycles_until_a_try() <= first
+
+
+def test_the_window_is_the_cycles_and_not_the_time_between_requests() -> None:
+    drafter = AheadDrafter(InThread.of(independent()), OPTIONS, vocab_size=VOCAB)
+    drafter.wait_ready()
+    engine = Engine(target(), drafter, Fixed(3))
+    engine.add(PROMPTS[0], GREEDY)
+    for _ in range(6):
+        engine.step()
+        time.sleep(0.5)
+    window = drafter.planner.pace.window_s
+    assert window is not None
+    assert window < 0.5
+    drafter.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+def test_no_choice_takes_more_than_it_may(most: int) -> None:
+    scored = some_scores(num_seqs=4)
+    tree = DraftTree.grow([1, 2, 3, 4], scored, np.array([3, 3, 3, 3]))
+    columns = [columns_of(scored, s, tree, s) for s in range(4)]
+    outcomes = frontier(scored, columns)
+    for choice in (Likeliest(), Grid(), Grid(2, 3), Grid(4, None)):
+        chosen = choice.choose(outcomes, most)
+        assert 0 < len(chosen) <= most
+
+
+@pytest.mark.parametrize("fixed", [5, 7])
+def test_a_given_number_of_branches_is_that_number_for_every_budget(fixed: int) -> None:
+    for policy in (AheadBudget, lambda _: Fixed(3)):
+        options = AheadOptions(num_branches=fixed)
+        drafter = AheadDrafter(InThread.of(independent()), options, vocab_size=VOCAB)
+        drafter.wait_ready()
+        engine = Engine(target(), drafter, policy(drafter.planner))
+        (output,) = engine.generate([PROMPTS[0]], GREEDY)
+        drafted = [c.ahead.num_branches for c in output.cycles[1:-2] if c.ahead is not None]
+        assert drafted
+        assert set(drafted) <= {0, fixed}
+        assert drafted.count(fixed) > len(drafted) / 2
+        drafter.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"choice": "grid"}, {"choice": Grid}, {"choice": None}, {"num_branches": 2.5},
+        {"num_branches": True}, {"num_branches": -1}, {"head_rows": 1.5}, {"head_rows": 0},
+        {"max_branches": 0}, {"max_branches": None}, {"timeout_s": float("inf")},
+        {"timeout_s": float("nan")}, {"timeout_s": 0.0}, {"start_wait_s": 1e12},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AheadOptions(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"positions": 1.5}, {"alternatives": 0}])
+def test_grids_that_cannot_be_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Grid(**wrong)
+
+
 def test_open_branches_are_used_where_they_pay() -> None:
     pace = Pace()
     for _ in range(20):
@@ -394,17 +480,20 @@ def test_open_branches_are_used_where_they_pay() -> None:
     assert pace.takes_soft(rest_s=0.008)  # 2 in 8 ms against 4 in 18 ms
 
 
-@pytest.mark.parametrize(("half_s", "whole"), [(0.002, False), (0.009, True)])
-def test_half_a_block_is_drafted_where_it_is_faster(half_s: float, whole: bool) -> None:
-    """Tokens 2 and 9 in turn: half of 8 keeps 2 and 5."""
+@pytest.mark.parametrize(
+    ("half_s", "after_half", "whole"), [(0.002, 5, False), (0.009, 5, True), (0.002, 1, True)]
+)
+def test_half_a_block_is_drafted_where_it_is_faster(
+    half_s: float, after_half: int, whole: bool
+) -> None:
+    """Tokens 2 and 9 in turn after whole ones: half of 8 would keep 2 and 5, if as often right."""
     misses = MissDepth()
     asked = []
-    for number in range(40):
+    for number in range(48):
         depth = misses.depth(8, rest_s=0.004)
         asked.append(depth)
         misses.observe(depth == 8, 0.010 if depth == 8 else half_s)
-        if depth == 8:
-            misses.observe_tokens((2, 9)[number % 2])
+        misses.observe_tokens(depth == 8, (2, 9 if depth == 8 else after_half)[number % 2])
     assert {4, 8} <= set(asked)
     assert (asked[-1] == 8) == whole
 

@@ -12,14 +12,17 @@ import torch
 from typer.testing import CliRunner
 
 import draftwood as dw
+from draftwood.ahead.channel import InProcess
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.load import TargetCard
 from draftwood.ahead.planner import AheadOptions
 from draftwood.ahead.policy import AheadBudget
 from draftwood.cli.app import app
+from draftwood.draft.checkpoint import save_draft
 from draftwood.draft.surrogate import Surrogate
 from draftwood.target.load import load_target
 from draftwood.trace import tracing
+from tiny_drafter import tiny_draft_network
 from tiny_folder import save_tiny_folder
 
 PROMPT = "abcabcabcabcab"
@@ -84,6 +87,40 @@ def test_a_slow_start_is_a_warning_and_the_text_is_the_same(folder: Path) -> Non
 def test_a_worker_that_fails_at_the_start_is_an_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         dw.load(str(folder), str(tmp_path / "nowhere"), 4, ahead="process")
+
+
+def test_a_drafter_that_reads_the_target_is_refused_before_a_process_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(str(folder))
+    network = tiny_draft_network(target)
+    save_draft(tmp_path / "draft", network.config, network.state_dict())
+    monkeypatch.setattr(InProcess, "__call__", lambda _: pytest.fail("a process was started"))
+    for name in ("draft", "draft+lookup"):
+        with pytest.raises(ValueError, match="not verified yet"):
+            dw.load(target, str(tmp_path / name), 4, ahead="process")
+
+
+@pytest.mark.parametrize("where", [True, 3, torch.device("cpu")])
+def test_a_place_is_a_name(folder: Path, where: object) -> None:
+    with pytest.raises(ValueError, match="ahead is a name"):
+        dw.load(str(folder), "lookup", 4, ahead=where)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="AheadOptions"):
+        dw.load(str(folder), "lookup", 4, ahead="thread", ahead_options=where)  # type: ignore[arg-type]
+
+
+def test_what_is_learned_with_a_constant_budget_is_kept_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path))
+    first = dw.load(str(folder), str(folder), 4, ahead="thread")
+    assert isinstance(first.drafter, AheadDrafter)
+    first.generate([PROMPT], PARAMS, raw=True)
+    state = first.drafter.planner.surrogate.state()
+    first.drafter.planner.surrogate.store()
+    again = dw.load(str(folder), str(folder), 4, ahead="thread")
+    assert isinstance(again.drafter, AheadDrafter)
+    assert again.drafter.planner.surrogate.state() == state != Surrogate().state()
 
 
 def test_options_need_a_place_and_few_rows_of_the_head_are_the_default_on_a_cpu(
@@ -155,8 +192,12 @@ def test_the_command_line_drafts_ahead(folder: Path) -> None:
     assert "drafted ahead" in device.stderr
     there = ["--async", "cpu"]
     grids = [[*there, "--async-grid", grid] for grid in ("2x3", "0,1")]
-    for usage in (how, *grids, [*there, "--async-timeout", "0"]):
+    for usage in (how, *grids, [*there, "--async-timeout", "inf"]):
         assert CliRunner().invoke(app, [*options, *usage]).exit_code == 2
+    told = CliRunner().invoke(app, [*options, "--async", "thread", "--json"])
+    found = json.loads(told.stdout)
+    assert found["hit_rate"] is not None
+    assert {cycle["ahead"]["source"] for cycle in found["cycles"]} <= {"hit", "soft", "miss"}
     wrong = CliRunner().invoke(app, [*options, "--async", "nowhere"])
     assert wrong.exit_code == 1
     assert "process" in wrong.stderr

@@ -143,7 +143,7 @@ def test_decoding_equals_the_training_forward(
         known = drafter._states[0].known
         tell(drafter, TOKENS[known : length - 1], start=known)
         with torch.inference_mode():
-            rows = drafter._blocks([context(TOKENS[:length])])
+            rows = drafter._blocks([context(TOKENS[:length])], drafter.horizon)
             expected = block_logits(network, TOKENS[:length])
         torch.testing.assert_close(network.logits(rows)[0], expected, **CLOSE)
         assert drafter._states[0].cache.length == length - 1
@@ -216,6 +216,20 @@ def test_all_branches_are_one_pass_over_what_they_share_and_their_blocks(target:
     drafted(network, target)
     # five tokens that were not encoded yet, six nodes above the seven anchors, the blocks
     assert sizes[1:] == [5 + 6 + 7 * network.config.block_size]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_a_short_block_is_a_pass_over_fewer_masks(target: Target, depth: int) -> None:
+    network = tiny_independent_network(target)
+    sizes: list[int] = []
+    network.stack()[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    drafter = IndependentDrafter(network, target)
+    tell(drafter, TOKENS[:9], start=0)
+    scored = drafter.propose([context(TOKENS[:10])], DraftLimits(24, 1, max_depth=depth))
+    assert sizes == [9 + depth + 1]
+    assert scored.depths[0, : scored.counts[0]].max() == depth
+    tell(drafter, [TOKENS[9]], start=9)
+    same(drafter.propose([context(TOKENS[:11])], LIMITS), fresh(network, target, TOKENS[:11]))
 
 
 @pytest.mark.parametrize("which", range(7))

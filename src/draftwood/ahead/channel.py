@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -149,9 +149,12 @@ class ProcessChannel:
         )
         self._process.start()
         theirs.close()
-        # A full pipe would block the engine when the worker hangs, so another thread writes.
+        # A full pipe, or half a message, would block the engine when the worker hangs, so other
+        # threads write and read.
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="draftwood-ahead-pipe", daemon=True).start()
+        self._incoming: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        for name, run in (("write", self._write), ("read", self._read)):
+            threading.Thread(target=run, name=f"draftwood-ahead-{name}", daemon=True).start()
 
     @property
     def pid(self) -> int | None:
@@ -163,13 +166,20 @@ class ProcessChannel:
 
     def receive(self, timeout_s: float) -> Reply | None:
         try:
-            return self._pipe.recv() if self._pipe.poll(timeout_s) else None
-        except Exception as error:  # closed, or bytes that are no message
-            return Failed(f"the worker process is gone ({type(error).__name__})")
+            return self._incoming.get(timeout_s > 0, timeout_s or None)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         self._outgoing.put(None)
         self._process.kill()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._incoming.put(self._pipe.recv())
+        except Exception as error:  # closed, or bytes that are no message
+            self._incoming.put(Failed(f"the worker process is gone ({type(error).__name__})"))
 
     def _write(self) -> None:
         try:
@@ -192,4 +202,5 @@ def _run_process(pipe: Connection, options: InProcess) -> None:
             return None
         return request
 
-    serve(options.factory, receive, pipe.send)
+    with suppress(OSError):  # the engine is gone
+        serve(options.factory, receive, pipe.send)

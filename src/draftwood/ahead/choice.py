@@ -46,7 +46,8 @@ class Grid:
 
     Along the best path of each tree: the walk ends before its i-th node, i < C, with one of the F
     most probable other tokens; or at its end, with any token. That is (C−1)F + 1 branches beside
-    the path itself, N_async = B[(C−1)F + 2] tokens for one sequence with B a block.
+    the path itself, N_async = B[(C−1)F + 2] tokens for one sequence with B a block. A grid larger
+    than the branches at hand is cut at the end of its path.
 
     Attributes:
         positions: C; None takes what fits.
@@ -57,18 +58,20 @@ class Grid:
     alternatives: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("positions", self.positions), ("alternatives", self.alternatives)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be ≥ 1 or None, got {value}")
+        check_count("positions", self.positions, 1, optional=True)
+        check_count("alternatives", self.alternatives, 1, optional=True)
 
     def choose(self, outcomes: Outcomes, most: int) -> Outcomes:
         if len(outcomes) == 0:
             return outcomes
         num_seqs = int(outcomes.seq.max()) + 1
         each = max(most // num_seqs, 1)
-        return Outcomes.join(
+        found = Outcomes.join(
             [self._one(outcomes.take(outcomes.seq == s), each) for s in range(num_seqs)]
         )
+        if len(found) <= most:
+            return found
+        return found.take(np.sort(np.argsort(-found.probs, kind="stable")[:most]))
 
     def _one(self, outcomes: Outcomes, most: int) -> Outcomes:
         """One sequence: of the grids that fit, the one of the highest probability."""
@@ -91,6 +94,19 @@ class Grid:
             if prob > best_prob:
                 best, best_prob = np.concatenate([full, cells]), prob
         return outcomes.take(best[:most])
+
+
+def check_count(name: str, value: object, least: int, *, optional: bool) -> None:
+    """Refuse what is no whole number from ``least`` on.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        none = " or None" if optional else ""
+        raise ValueError(f"{name} must be a whole number ≥ {least}{none}, got {value!r}")
 
 
 def _main_path(outcomes: Outcomes) -> IntArray:

@@ -66,7 +66,8 @@ class AheadDrafter:
         self._generation = 0
         self._serial = 0
         self._full: tuple[list[int], ScoredPrefixes] | None = None
-        self._branches: tuple[list[int], Branches, float] | None = None
+        self._branches: tuple[list[int], Branches] | None = None
+        self._begun_at: float | None = None  # the branches of this cycle
         self._stats: dict[int, AheadStats] = {}
         weakref.finalize(self, self._link.close)
 
@@ -123,6 +124,7 @@ class AheadDrafter:
     def prefetch(self, contexts: Sequence[DraftContext], tree: DraftTree) -> None:
         """Start drafting for the likely outcomes of ``tree``."""
         full, self._full = self._full, None
+        self._branches = None
         seq_ids = [context.seq_id for context in contexts]
         if full is None or full[0] != seq_ids or not self._is_up():
             return
@@ -135,7 +137,8 @@ class AheadDrafter:
         updates = self._outbox.updates(contexts)
         rows = self.planner.head_rows(len(branches.anchors))
         self._link.tell(Ahead(updates, branches.tree, branches.anchors, rows))
-        self._branches = seq_ids, branches, time.perf_counter()
+        self._branches = seq_ids, branches
+        self._begun_at = time.perf_counter()
         for s, seq_id in enumerate(seq_ids):
             self._stats[seq_id] = replace(
                 self._stats[seq_id],
@@ -146,6 +149,9 @@ class AheadDrafter:
     def observe(self, committed: Sequence[Committed]) -> None:
         """Pass on committed tokens; what a worker missed it hears when it drafts again."""
         self.planner.learn_picks(committed)
+        begun_at, self._begun_at = self._begun_at, None
+        if begun_at is not None:
+            self.planner.pace.observe_window(time.perf_counter() - begun_at)
         for record in committed:
             stats = self._stats.get(record.seq_id)
             if stats is not None and record.picks:
@@ -194,6 +200,7 @@ class AheadDrafter:
                 check_ready(self._link.ready)
             except ValueError as error:  # it started too late to be refused by ``wait_ready``
                 self._link.fail("refused", str(error))
+                self._link.close()  # the next would be no better
                 return False
             for seq_id in {*self._released, *self._reported}:
                 self._link.tell(Release(seq_id))  # its drafter may be the one of the last worker
@@ -204,8 +211,7 @@ class AheadDrafter:
 
     def _ask(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes | None:
         """The worker's prefixes, more than were asked for; None if there is no worker."""
-        begin = time.perf_counter()
-        branches = self._take_branches(contexts, begin)
+        branches = self._take_branches(contexts)
         if not contexts or not self._is_up():
             return None
         self._catch_up(contexts)
@@ -229,13 +235,12 @@ class AheadDrafter:
             self._stats[context.seq_id] = AheadStats(source)
         return reply.scored
 
-    def _take_branches(self, contexts: Sequence[DraftContext], now: float) -> Branches | None:
+    def _take_branches(self, contexts: Sequence[DraftContext]) -> Branches | None:
         """What was drafted ahead for just these sequences."""
         last, self._branches = self._branches, None
         if last is None:
             return None
-        seq_ids, branches, begin = last
-        self.planner.pace.observe_window(now - begin)
+        seq_ids, branches = last
         return branches if seq_ids == [context.seq_id for context in contexts] else None
 
     def _catch_up(self, contexts: Sequence[DraftContext]) -> None:

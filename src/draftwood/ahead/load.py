@@ -16,7 +16,7 @@ from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.planner import AheadOptions
 from draftwood.ahead.refusal import check_taps
 from draftwood.draft.base import Drafter
-from draftwood.draft.load import load_drafter
+from draftwood.draft.load import load_drafter, named_taps
 from draftwood.target.load import usable_device
 from draftwood.target.model import Target
 
@@ -103,6 +103,8 @@ def check_place(where: str) -> None:
     Raises:
         ValueError: see ``load_ahead``.
     """
+    if not isinstance(where, str):
+        raise ValueError(f"ahead is a name: 'thread', 'process', 'cuda:1', …; got {where!r}")
     if where.split(":")[0] == "process":
         _cores(where)
     elif where != "thread":
@@ -116,6 +118,7 @@ def _connect(spec: str | Path | Drafter | None, target: Target, where: str) -> I
                 "a drafter that exists already cannot move to another process; give its name, "
                 "or use ahead='thread'"
             )
+        check_taps(named_taps(spec, target))  # before a process loads it
         card = TargetCard.of(target, torch.device("cpu"))
         return InProcess(partial(_load, spec, card), cores=_cores(where))
     device = target.device if where == "thread" else _device(where)

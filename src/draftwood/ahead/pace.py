@@ -50,7 +50,7 @@ class Pace:
         self._draft.append(seconds)
 
     def observe_window(self, seconds: float) -> None:
-        """Time from the start of the branches to the next draft: what they may take."""
+        """Time from the start of the branches to the end of the cycle: what they may take."""
         self._window.append(seconds)
 
     def observe_tokens(self, source: AheadSource, num_tokens: int) -> None:

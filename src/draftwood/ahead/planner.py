@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftwood.ahead.choice import Choice, Likeliest
+from draftwood.ahead.choice import Choice, Likeliest, check_count
 from draftwood.ahead.messages import Drafted
 from draftwood.ahead.miss import MissDepth
 from draftwood.ahead.outcomes import branch_tree, columns_of, frontier
@@ -18,6 +18,7 @@ from draftwood.tree.tree import DraftTree, IntArray, ScoredPrefixes
 
 _CHAIN_NODES = 256  # prefixes among which a chain and its alternatives are looked for
 _SPARE_PER_BRANCH = 4  # further prefixes, to find the outcomes of a tree in
+_LONGEST_S = 86_400.0
 _FIRST_REST, _LONGEST_REST = 4, 64  # cycles without branches before one is tried again
 
 
@@ -47,15 +48,17 @@ class AheadOptions:
     start_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.num_branches is not None and self.num_branches < 0:
-            raise ValueError(f"num_branches must be ≥ 0 or None, got {self.num_branches}")
-        if self.head_rows is not None and self.head_rows < 1:
-            raise ValueError(f"head_rows must be ≥ 1 or None, got {self.head_rows}")
-        if self.max_branches < 1:
-            raise ValueError(f"max_branches must be ≥ 1, got {self.max_branches}")
-        for name, seconds in (("timeout_s", self.timeout_s), ("start_wait_s", self.start_wait_s)):
-            if not seconds > 0:
-                raise ValueError(f"{name} must be > 0, got {seconds}")
+        if not callable(getattr(self.choice, "choose", None)) or isinstance(self.choice, type):
+            raise ValueError(f"choice must be Likeliest(…) or Grid(…), got {self.choice!r}")
+        counts = {"num_branches": 0, "max_branches": 1, "head_rows": 1}
+        for name, least in counts.items():
+            check_count(name, getattr(self, name), least, optional=name != "max_branches")
+        for name in ("timeout_s", "start_wait_s"):
+            if not 0 < getattr(self, name) <= _LONGEST_S:
+                raise ValueError(
+                    f"{name} must be > 0 and at most {_LONGEST_S:g} seconds, got "
+                    f"{getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,8 @@ class Planner:
 
     def learn_tokens(self, source: AheadSource, num_tokens: int) -> None:
         """Tokens of a cycle whose draft came from ``source``."""
-        if source == "miss" and self._last_depth_is_whole:
-            self._misses.observe_tokens(num_tokens)
+        if source == "miss":
+            self._misses.observe_tokens(self._last_depth_is_whole, num_tokens)
         self.pace.observe_tokens(source, num_tokens)
 
     def _most(self) -> int:
@@ -200,7 +203,10 @@ class Planner:
             return 0
         if self.planned is not None:
             return self.planned or self._try_again()
-        return fixed or self.pace.num_branches() or self._try_again()
+        fits = fixed or self.pace.num_branches()
+        if fits:
+            self._rested, self._rest = 0, _FIRST_REST
+        return fits or self._try_again()
 
     def _try_again(self) -> int:
         """1 after ever longer rests, or what is known of the seconds would never change; else 0."""

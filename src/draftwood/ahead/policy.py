@@ -54,7 +54,9 @@ class AheadBudget:
         num_seqs = len(scored)
         ranked = rank_nodes(scored)
         totals = _totals(min(len(ranked.phi), num_seqs * self._most_nodes + 1))
-        branches = np.array([m for m in _BRANCHES if m <= self._planner.most_branches])
+        fixed = self._planner.options.num_branches
+        free = [m for m in _BRANCHES if m <= self._planner.most_branches]
+        branches = np.array(free if fixed is None else [fixed])
         hits = self._planner.pace.hit_trust.ratio * hit_probs(scored, totals, branches)
         hits = np.minimum(hits / max(num_seqs, 1), 1.0)
         tokens = num_seqs + self._trust.ratio * ranked.phi[totals]

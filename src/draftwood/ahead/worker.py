@@ -121,7 +121,7 @@ class Desk:
         begin = time.perf_counter()
         most = request.miss_depth
         shorter = [replace(one, max_depth=min(one.max_depth, most)) for one in contexts]
-        scored = self._drafter.propose(shorter, request.limits)
+        scored = self._drafter.propose(shorter, replace(request.limits, max_depth=most))
         rows.update((place, scored.row(row)) for row, place in enumerate(places))
         return time.perf_counter() - begin
 

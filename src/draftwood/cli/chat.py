@@ -11,7 +11,7 @@ import typer
 from draftwood.cli import options
 from draftwood.cli.console import note, stderr, write
 from draftwood.cli.options import how_ahead, open_engine, sampling_params
-from draftwood.cli.reply import interruptible, run_reply, summary
+from draftwood.cli.reply import interruptible, note_failures, run_reply, summary
 
 if TYPE_CHECKING:
     from draftwood.engine import Engine
@@ -25,7 +25,7 @@ class Conversation:
     """Messages so far, and the kept sequence whose cache the next turn continues."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
-        self._engine = engine
+        self.engine = engine
         self._params = params
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._system)
@@ -34,10 +34,10 @@ class Conversation:
     def reply(self, text: str) -> Output:
         """Answer one user turn on standard output; a turn that is refused leaves no mark."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        seq_id = self._engine.add(messages, self._params, keep=True, resume=self._kept)
+        seq_id = self.engine.add(messages, self._params, keep=True, resume=self._kept)
         self._kept = None
         with interruptible() as stopped:
-            output = run_reply(self._engine, seq_id, write, stopped)
+            output = run_reply(self.engine, seq_id, write, stopped)
         if output.finish_reason != "error":
             self._kept = seq_id
             self._messages = [*messages, {"role": "assistant", "content": output.text}]
@@ -46,7 +46,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything but the system message and free the cache."""
         if self._kept is not None:
-            self._engine.abort(self._kept)
+            self.engine.abort(self._kept)
         self._kept, self._messages = None, list(self._system)
 
 
@@ -108,6 +108,7 @@ def _turn(conversation: Conversation, text: str) -> None:
     if output.finish_reason == "error":
         stderr().print(f"error: {output.error}", style="red", markup=False)
     note(summary(output))
+    note_failures(conversation.engine)
 
 
 def _read_line() -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,7 @@ import typer
 from draftwood.cli import options
 from draftwood.cli.console import fail, note, write
 from draftwood.cli.options import how_ahead, open_engine, sampling_params
-from draftwood.cli.reply import interruptible, run_reply, summary
+from draftwood.cli.reply import interruptible, note_failures, run_reply, summary
 
 if TYPE_CHECKING:
     from draftwood.records import Output
@@ -85,6 +87,7 @@ def generate(
     else:
         write("\n")
         note(summary(output))
+    note_failures(engine)
     if output.finish_reason == "error":
         fail(output.error or "generation failed")
     if output.finish_reason == "abort":
@@ -132,6 +135,7 @@ def to_json(output: Output) -> dict[str, Any]:
         "tokens_per_s": num_tokens / output.decode_s if output.decode_s > 0 else None,
         "prefill_s": output.prefill_s,
         "decode_s": output.decode_s,
+        "hit_rate": None if isnan(output.hit_rate) else output.hit_rate,
         "cycles": [
             {
                 "num_drafted": cycle.num_drafted,
@@ -145,6 +149,7 @@ def to_json(output: Output) -> dict[str, Any]:
                 "walk_s": cycle.seconds.walk_s,
                 "commit_s": cycle.seconds.commit_s,
                 "other_s": cycle.seconds.other_s,
+                "ahead": None if cycle.ahead is None else asdict(cycle.ahead),
             }
             for cycle in output.cycles
         ],

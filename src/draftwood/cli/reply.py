@@ -10,6 +10,8 @@ from math import isnan
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from draftwood.cli.console import note
+
 if TYPE_CHECKING:
     from draftwood.engine import Engine
     from draftwood.records import Output
@@ -99,3 +101,12 @@ def summary(output: Output) -> str:
     if output.seed is not None:
         parts.append(f"seed {output.seed}")
     return " · ".join(parts)
+
+
+def note_failures(engine: Engine) -> None:
+    """Tell of drafting workers that failed, if any did."""
+    drafter = engine.drafter
+    error, counters = getattr(drafter, "last_error", None), getattr(drafter, "counters", {})
+    if error is not None:
+        told = ", ".join(f"{count} {kind}" for kind, count in counters.items())
+        note(f"drafting worker: {told}; the last error was {error}")

@@ -20,10 +20,13 @@ class DraftLimits:
         max_nodes: most drafted nodes per sequence (anchor excluded).
         max_width: most candidate tokens per depth; 1 asks for the single best chain, ``None``
             leaves the width to the drafter.
+        max_depth: deepest node worth proposing; a block drafter may then run a shorter block,
+            which is cheaper and a little less often right. ``None``: its horizon.
     """
 
     max_nodes: int
     max_width: int | None = None
+    max_depth: int | None = None
 
 
 @dataclass(frozen=True)

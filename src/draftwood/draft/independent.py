@@ -83,8 +83,10 @@ class IndependentDrafter:
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
         """The most probable prefixes of each context under its block's marginals."""
+        deepest = self.horizon if limits.max_depth is None else limits.max_depth
+        horizon = min(self.horizon, deepest)
         scored, rankings = self._ranking.draft(
-            contexts, limits, self.horizon, lambda depth: self._blocks(contexts)[:, :depth]
+            contexts, limits, horizon, lambda depth: self._blocks(contexts, horizon)[:, :depth]
         )
         for context, ranked in zip(contexts, rankings, strict=False):  # none without a pass
             state = self._states[context.seq_id]
@@ -109,7 +111,7 @@ class IndependentDrafter:
         for context, one in asked:
             state, chain = self._caught_up(context)
             blocks = [(token_ids[-1], above) for token_ids, above in one.branches]
-            plans.append(self._plan(chain, one.nodes, blocks))
+            plans.append(self._plan(chain, one.nodes, blocks, self.horizon))
             caches.append(state.cache)
         hidden = run_rows(self._network, plans, caches) if asked else []
         drafts: dict[int, BranchDraft] = {}
@@ -177,17 +179,17 @@ class IndependentDrafter:
         state.anchor, state.ranked = len(context.token_ids) - 1, rankings[0]
         return scored
 
-    def _blocks(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
+    def _blocks(self, contexts: Sequence[DraftContext], horizon: int) -> torch.Tensor:
         """[S, horizon, H] one pass over what is not cached yet and the blocks of all contexts."""
         caches, plans = [], []
         for context in contexts:
             state, chain = self._caught_up(context)
             caches.append(state.cache)
-            plans.append(self._plan(chain, [], [(context.token_ids[-1], -1)]))
+            plans.append(self._plan(chain, [], [(context.token_ids[-1], -1)], horizon))
         hidden = run_rows(self._network, plans, caches)
         for cache, plan in zip(caches, plans, strict=True):
             cache.commit(range(plan.num_kept))
-        return torch.stack([rows[-self.horizon :] for rows in hidden])
+        return torch.stack([rows[-horizon:] for rows in hidden])
 
     def _caught_up(self, context: DraftContext) -> tuple[_State, list[int]]:
         """The state, and the last committed tokens before the anchor that it lacks."""
@@ -198,7 +200,7 @@ class IndependentDrafter:
         while anchor - state.cache.length > _CHUNK_LEN:
             start = state.cache.length
             chunk = context.token_ids[start : start + _CHUNK_LEN]
-            run_rows(self._network, [self._plan(chunk, [], [])], [state.cache])
+            run_rows(self._network, [self._plan(chunk, [], [], self.horizon)], [state.cache])
             state.cache.commit(range(len(chunk)))
         return state, list(context.token_ids[state.cache.length : anchor])
 
@@ -207,8 +209,9 @@ class IndependentDrafter:
         chain: Sequence[int],
         nodes: Sequence[tuple[int, int]],
         blocks: Sequence[tuple[int, int]],
+        horizon: int,
     ) -> Rows:
-        return plan_rows(chain, nodes, blocks, self.config.block_size, self.config.mask_token_id)
+        return plan_rows(chain, nodes, blocks, horizon + 1, self.config.mask_token_id)
 
     def _branch_drafts(
         self, seq_id: int, outcomes: Outcomes, rows: torch.Tensor, num_rows: int | None

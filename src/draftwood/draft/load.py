@@ -110,6 +110,22 @@ def drafter_folder(name: str, target: Target) -> Path | None:
     return folder if model not in ("lookup", "none") and folder.is_dir() else None
 
 
+def named_taps(name: str | Path, target: Target) -> tuple[int, ...]:
+    """Target layers that a drafter reads, by its configuration alone; () where that says none.
+
+    Raises:
+        ValueError: the configuration is unreadable or malformed.
+    """
+    folder = drafter_folder(str(name), target)
+    model = str(name).removesuffix(_WITH_LOOKUP)
+    if folder is None and model in (*_NAMES, "shipped"):
+        return ()
+    raw = read_config(str(folder or model), None, or_one_of=_NAMES)
+    if not _is_dflash(raw):
+        return ()
+    return parse_config(raw, has_embeddings=False, has_head=False).target_layer_ids
+
+
 def shipped_folder(target: Target) -> Path | None:
     """Folder of the drafter inside the package that was made for a target of this shape, if any."""
     for folder in sorted(path.parent for path in _SHIPPED.glob(f"*/{CONFIG}")):
