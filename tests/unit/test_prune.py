@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,8 @@ from draftwood.draft.independent_layers import BodyMLP
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
 from draftwood.train.distill import DistillObjective, distillation_loss, smallest_share
-from draftwood.train.evaluate import loop_cycles
-from draftwood.train.layer_choice import ORDERS, race, rank_layers
+from draftwood.train.evaluate import anchor_hidden, loop_cycles
+from draftwood.train.layer_choice import ORDERS, _Response, race, rank_layers
 from draftwood.train.loss import LossConfig
 from draftwood.train.prune import PruneConfig, prune_drafter
 from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_turn
@@ -40,6 +40,7 @@ from tiny_drafter import tiny_independent_network
 from tiny_folder import save_tiny_folder
 
 VOCAB = 61
+NAN = float("nan")
 RNG = np.random.default_rng(3)
 ROWS = [ResponseRow(tuple(RNG.integers(3, VOCAB, size=12 + i).tolist()), 4, "x") for i in range(16)]
 EXAMPLES = [as_example(row) for row in ROWS]
@@ -169,6 +170,30 @@ def test_what_candidates_share_changes_no_score(
     assert len({one.score for one in ranking}) > 1
 
 
+@pytest.mark.parametrize("layers", [range(7), (0, 2, 5, 6), (6, 0, 3, 3, 5, 1, 4, 2)])
+def test_what_comes_before_a_layer_is_run_once(
+    target: Target, monkeypatch: pytest.MonkeyPatch, layers: Sequence[int]
+) -> None:
+    deep = tiny_independent_network(target, block_size=4, num_layers=7)
+    response = _Response(deep, EXAMPLES[0])
+    run: list[int] = []
+    one_layer = _Response._run
+
+    def watched(self: _Response, x: torch.Tensor, layer: int) -> torch.Tensor:
+        run.append(layer)
+        return one_layer(self, x, layer)
+
+    monkeypatch.setattr(_Response, "_run", watched)
+    last = 0
+    for layer in layers:
+        run.clear()
+        hidden, _ = response.without(layer)
+        assert torch.equal(hidden, anchor_hidden(deep.without(layer), EXAMPLES[0])[0])
+        begin = last if layer >= last else 0  # out of order it starts over
+        assert run == [*range(begin, layer), *range(layer + 1, 7)]
+        last = layer
+
+
 def test_a_layer_that_does_nothing_goes_first(network: IndependentNetwork, target: Target) -> None:
     idle = tiny_independent_network(target, block_size=4, num_layers=3)
     idle.stack()[1].self_attn.o_proj.weight.data.zero_()
@@ -286,6 +311,28 @@ def test_an_interrupted_run_continues(
         prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings(margin=0.5))
 
 
+def test_depths_without_their_table_are_refused(
+    drafter: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = settings(recovery=None, order="last", min_depth=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("draftwood.train.prune._Run._choice", fails)
+        with pytest.raises(KeyboardInterrupt):
+            prune_drafter(drafter, target, ROWS, tmp_path, config)
+    assert (tmp_path / "depth-02").is_dir()
+    table = tmp_path / "prune.json"
+    table.rename(tmp_path / "aside")
+    with pytest.raises(ValueError, match=r"no prune\.json; restore it, or choose another") as info:
+        prune_drafter(drafter, target, ROWS, tmp_path, config)
+    assert str(tmp_path) in str(info.value)
+    assert not table.exists()
+    (tmp_path / "aside").rename(table)
+    assert len(prune_drafter(drafter, target, ROWS, tmp_path, config).stages) == 2
+
+
 def test_a_moved_run_continues_but_not_with_other_weights(
     network: IndependentNetwork, target: Target, tmp_path: Path
 ) -> None:
@@ -401,8 +448,19 @@ def test_a_table_without_one_of_its_numbers_is_named(
 def test_a_bad_recovery_is_refused_before_anything_is_done(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         settings(recovery=replace(RECOVERY, **change))
-    with pytest.raises(ValueError, match="speedup"):
-        settings(speedup=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("margin", -0.1), ("margin", 1.5), ("margin", NAN), ("confidence", 0.0), ("confidence", NAN),
+     ("keep_tau", 1.5), ("keep_tau", NAN), ("speedup", 0.0), ("speedup", NAN),
+     ("num_ranking", 0), ("num_validation", 0), ("budget", -1), ("min_depth", 0),
+     ("min_depth", 1.5), ("min_depth", NAN), ("max_len", 1), ("context_len", 0),
+     ("held_out_percent", 0.0), ("held_out_percent", 100.0), ("held_out_percent", NAN)],
+)  # fmt: skip
+def test_a_bad_setting_is_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}$"):
+        settings(**{name: value})
 
 
 def test_targets_end_the_run(drafter: Path, target: Target, tmp_path: Path) -> None:

@@ -88,14 +88,18 @@ class _Response:
         b = self._batch
         x, positions, self._attend = network.pack(b.context_ids, b.anchor_positions, b.block_ids)
         self._turn = network.angles(positions)
-        self._inputs = [x]  # of the layers, as far as they were needed
+        self._first = self._input = x
+        self._before = 0  # layer that ``_input`` goes into
 
     @torch.no_grad()
     def without(self, layer: int) -> Drafted:
-        """As ``anchor_hidden`` of ``network.without(layer)``."""
-        while len(self._inputs) <= layer:
-            self._inputs.append(self._run(self._inputs[-1], len(self._inputs) - 1))
-        x = self._inputs[layer]
+        """As ``anchor_hidden`` of ``network.without(layer)``; cheapest in ascending order."""
+        if layer < self._before:
+            self._input, self._before = self._first, 0
+        while self._before < layer:
+            self._input = self._run(self._input, self._before)
+            self._before += 1
+        x = self._input
         for later in range(layer + 1, len(self._network.layers)):
             x = self._run(x, later)
         b = self._batch

@@ -25,6 +25,10 @@ from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig, Trainer
 
 _DRAFT = "draft"
+_LEAST = {
+    "min_depth": 1, "budget": 0, "num_ranking": 1, "num_validation": 1, "max_len": 2,
+    "context_len": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,20 @@ class PruneConfig:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.recovery is not None:
             self.recovery.schedule()
-        if self.speedup is not None and not self.speedup > 0:
-            raise ValueError(f"speedup must be positive, got {self.speedup}")
-        if self.min_depth < 1 or not 0 <= self.keep_tau <= 1:
-            raise ValueError(
-                f"min_depth must be ≥ 1 and keep_tau between 0 and 1, got {self.min_depth} and "
-                f"{self.keep_tau}"
-            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name} must be a whole number ≥ {least}, got {value}")
+        percent = self.held_out_percent
+        for name, value, is_fine, wanted in (  # NaN is nowhere fine
+            ("keep_tau", self.keep_tau, 0 <= self.keep_tau <= 1, "between 0 and 1"),
+            ("margin", self.margin, 0 <= self.margin <= 1, "between 0 and 1"),
+            ("confidence", self.confidence, self.confidence > 0, "positive"),
+            ("speedup", self.speedup, self.speedup is None or self.speedup > 0, "positive"),
+            ("held_out_percent", percent, 0 < percent < 100, "more than 0 and less than 100"),
+        ):
+            if not is_fine:
+                raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 def prune_drafter(

@@ -70,10 +70,16 @@ class Table:
             drafter: folder of the unpruned drafter.
 
         Raises:
-            ValueError: the file is damaged.
+            ValueError: the file is damaged, or gone from a run that has begun.
         """
         file = folder / TABLE
         if not file.is_file():
+            # what a depth folder keeps is continued from, for which run only the table says
+            if any(one.is_dir() for one in folder.glob("depth-*")):
+                raise ValueError(
+                    f"{folder} has depths of a pruning run but no {TABLE}; restore it, or choose "
+                    "another folder"
+                )
             return None
         raw = read_kept(file)
         try:
