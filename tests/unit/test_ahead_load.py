@@ -19,6 +19,7 @@ from draftwood.ahead.planner import AheadOptions
 from draftwood.ahead.policy import AheadBudget
 from draftwood.cli.app import app
 from draftwood.draft.checkpoint import save_draft
+from draftwood.draft.load import _SHIPPED, named_taps
 from draftwood.draft.surrogate import Surrogate
 from draftwood.target.load import load_target
 from draftwood.trace import tracing
@@ -99,6 +100,17 @@ def test_a_drafter_that_reads_the_target_is_refused_before_a_process_starts(
     for name in ("draft", "draft+lookup"):
         with pytest.raises(ValueError, match="not verified yet"):
             dw.load(target, str(tmp_path / name), 4, ahead="process")
+
+
+def test_the_layers_a_name_reads_are_known_without_its_weights(folder: Path) -> None:
+    target = load_target(str(folder))
+    (shipped,) = (path.parent for path in _SHIPPED.glob("*/config.json"))
+    config = json.loads((shipped / "config.json").read_text())
+    taps = named_taps(str(shipped), target)
+    assert taps == tuple(config["dflash_config"]["target_layer_ids"])
+    assert named_taps(f"{shipped}+lookup", target) == taps
+    for name in ("lookup", "none", "auto", str(folder)):
+        assert named_taps(name, target) == ()
 
 
 @pytest.mark.parametrize("where", [True, 3, torch.device("cpu")])

@@ -123,7 +123,8 @@ def named_taps(name: str | Path, target: Target) -> tuple[int, ...]:
     raw = read_config(str(folder or model), None, or_one_of=_NAMES)
     if not _is_dflash(raw):
         return ()
-    return parse_config(raw, has_embeddings=False, has_head=False).target_layer_ids
+    # with a head or without, the layers are the same
+    return parse_config(raw, has_embeddings=False, has_head=True).target_layer_ids
 
 
 def shipped_folder(target: Target) -> Path | None:
