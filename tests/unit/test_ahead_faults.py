@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -45,6 +46,17 @@ from draftwood.errors import DraftwoodError
 from draftwood.tree.budget import Fixed
 from faulty import Fault, Faulty, Lossy
 from tiny_drafter import tiny_draft_network
+
+# Processes are forked from one that has imported what they need: seconds each otherwise.
+forkserver.set_forkserver_preload(
+    [
+        "draftwood.ahead.load",
+        "draftwood.engine",
+        "transformers.models.llama.modeling_llama",
+        "transformers.generation",
+    ]
+)
+forkserver.ensure_running()
 
 THREAD_EFFECTS = ("raise", "hang")
 PROCESS_EFFECTS = ("raise", "hang", "exit")
