@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 
 from draftwood.ahead.channel import Channel, Connect
 from draftwood.ahead.emulate import EmulatedBranches
@@ -165,3 +167,13 @@ class Lossy:
 
     def __call__(self) -> Channel:
         return LossyChannel(self.connect(), self.plan)
+
+
+class StopsMidway:
+    """Begins to answer and stops there, with half a message on its way."""
+
+    def __call__(self) -> Drafter:
+        pipes = [one for one in gc.get_objects() if isinstance(one, Connection)]
+        os.write(pipes[0].fileno(), (1000).to_bytes(4, "big") + b"half")
+        time.sleep(60.0)
+        raise AssertionError

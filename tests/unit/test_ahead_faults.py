@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
@@ -44,23 +41,26 @@ from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.engine import Engine
 from draftwood.errors import DraftwoodError
 from draftwood.tree.budget import Fixed
-from faulty import Fault, Faulty, Lossy
+from faulty import Fault, Faulty, Lossy, StopsMidway
 from tiny_drafter import tiny_draft_network
-
-# Processes are forked from one that has imported what they need: seconds each otherwise.
-forkserver.set_forkserver_preload(
-    [
-        "draftwood.ahead.load",
-        "draftwood.engine",
-        "transformers.models.llama.modeling_llama",
-        "transformers.generation",
-    ]
-)
-forkserver.ensure_running()
 
 THREAD_EFFECTS = ("raise", "hang")
 PROCESS_EFFECTS = ("raise", "hang", "exit")
 STAGES = ("start", "branch", "propose", "adopt", "observe", "release")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """Processes are forked from one that has imported what they need: seconds each otherwise."""
+    forkserver.set_forkserver_preload(
+        [
+            "draftwood.ahead.load",
+            "draftwood.engine",
+            "transformers.models.llama.modeling_llama",
+            "transformers.generation",
+        ]
+    )
+    forkserver.ensure_running()
 
 
 def in_thread(fault: Fault | None) -> Connect:
@@ -260,16 +260,6 @@ def test_a_worker_that_is_never_ready_is_given_up() -> None:
     assert channels[0].is_closed
     now = 60.0
     assert link.is_up()
-
-
-class StopsMidway:
-    """Begins to answer and stops there, with half a message on its way."""
-
-    def __call__(self) -> Drafter:
-        pipes = [one for one in gc.get_objects() if isinstance(one, Connection)]
-        os.write(pipes[0].fileno(), (1000).to_bytes(4, "big") + b"half")
-        time.sleep(60.0)
-        raise AssertionError
 
 
 def test_half_a_message_does_not_hold_up_the_engine() -> None:
