@@ -66,7 +66,9 @@ def test_json_is_one_object_that_agrees_with_python(folder: Path) -> None:
     assert got["num_cycles"] == len(got["cycles"])
     assert sum(cycle["num_committed"] for cycle in got["cycles"]) == len(got["token_ids"])
     assert got["acceptance_length"] == pytest.approx(len(got["token_ids"]) / got["num_cycles"])
+    assert got["hit_rate"] is None
     for cycle in got["cycles"]:
+        assert cycle.pop("ahead") is None
         assert set(cycle) == {
             "num_drafted", "num_accepted", "num_committed", "phi", "context_len", "num_seqs",
             "draft_s", "verify_s", "walk_s", "commit_s", "other_s",
