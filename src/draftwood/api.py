@@ -96,12 +96,11 @@ def load(
             curve = calibrated(model, proposer.taps)
             options["latency"], is_measured = OnlineLatency(curve), is_reliable(curve)
     if isinstance(proposer, AheadDrafter) and by_name:
-        stored = stored_surrogate(str(drafter), model)
         if adapts:  # the engine's is the one that is kept
-            proposer.planner.surrogate.restore(stored.state())
+            proposer.planner.surrogate.restore(options["surrogate"].state())
         else:
-            proposer.planner.surrogate = stored
-            keep_at_end(proposer, stored)
+            proposer.planner.surrogate = stored_surrogate(str(drafter), model)
+            keep_at_end(proposer, proposer.planner.surrogate)
     policy = parse_budget(
         budget,
         {

@@ -33,14 +33,7 @@ from draftwood.ahead.choice import Choice, Grid, Likeliest
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.emulate import EmulatedBranches
 from draftwood.ahead.load import load_ahead
-from draftwood.ahead.messages import (
-    Ahead,
-    Draft,
-    Drafted,
-    Inbox,
-    Observe,
-    Outbox,
-)
+from draftwood.ahead.messages import Ahead, Draft, Drafted, Inbox, Observe, Outbox
 from draftwood.ahead.miss import MissDepth
 from draftwood.ahead.outcomes import Outcomes, branch_tree, columns_of, frontier
 from draftwood.ahead.pace import Pace

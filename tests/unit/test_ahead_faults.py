@@ -29,12 +29,7 @@ from ahead_runs import (
 from draftwood.ahead.channel import Channel, Connect, InProcess, InThread
 from draftwood.ahead.drafter import AheadDrafter
 from draftwood.ahead.link import Link
-from draftwood.ahead.messages import (
-    Failed,
-    Ready,
-    Reply,
-    Request,
-)
+from draftwood.ahead.messages import Failed, Ready, Reply, Request
 from draftwood.ahead.planner import AheadOptions
 from draftwood.draft.base import Drafter
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter

@@ -16,14 +16,7 @@ from dataclasses import replace
 
 from draftwood.ahead.channel import Connect
 from draftwood.ahead.link import Link
-from draftwood.ahead.messages import (
-    Ahead,
-    Draft,
-    Observe,
-    Outbox,
-    Release,
-    Truncate,
-)
+from draftwood.ahead.messages import Ahead, Draft, Observe, Outbox, Release, Truncate
 from draftwood.ahead.planner import AheadOptions, Branches, Planner
 from draftwood.ahead.proposal import narrowed, problem
 from draftwood.ahead.refusal import check_ready

@@ -147,6 +147,8 @@ class Planner:
             tree: what is verified.
             has_soft: whether the drafter can leave the bonus token open.
         """
+        if self.options.num_branches == 0:
+            return None
         most, self.planned = self._most(), None
         self._asked = [context.seq_id for context in contexts]
         sampled = [context.sampler.noise is not None for context in contexts]
@@ -198,12 +200,9 @@ class Planner:
 
     def _most(self) -> int:
         """Branches of the coming pass."""
-        fixed = self.options.num_branches
-        if fixed == 0:
-            return 0
         if self.planned is not None:
             return self.planned or self._try_again()
-        fits = fixed or self.pace.num_branches()
+        fits = self.options.num_branches or self.pace.num_branches()
         if fits:
             self._rested, self._rest = 0, _FIRST_REST
         return fits or self._try_again()

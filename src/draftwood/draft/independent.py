@@ -83,8 +83,8 @@ class IndependentDrafter:
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext], limits: DraftLimits) -> ScoredPrefixes:
         """The most probable prefixes of each context under its block's marginals."""
-        deepest = self.horizon if limits.max_depth is None else limits.max_depth
-        horizon = min(self.horizon, deepest)
+        deepest = limits.max_depth
+        horizon = self.horizon if deepest is None else min(deepest, self.horizon)
         scored, rankings = self._ranking.draft(
             contexts, limits, horizon, lambda depth: self._blocks(contexts, horizon)[:, :depth]
         )
