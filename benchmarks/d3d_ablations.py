@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from common import machine, save
 
+from draftwood.cli.accelerator import open_accelerator
 from draftwood.draft.independent_checkpoint import fingerprint
 from draftwood.target.load import load_target
 from draftwood.target.model import Target
@@ -56,6 +57,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--validation", type=int, default=48, help="replies that τ is measured on")
     parser.add_argument("--prune-validation", type=int, default=48, help="the same when pruning")
     parser.add_argument("--no-pruning", action="store_true", help="stop after the variants")
+    parser.add_argument(
+        "--precision", default="auto", help="of the layers, as in `draftwood train`"
+    )
     parser.add_argument("--name", default="d3d_ablations", help="of the result file")
     return parser.parse_args()
 
@@ -81,6 +85,7 @@ def trained(
             train_drafter(
                 target.model, rows, folder, replace(recipe, pretrained=pretrained),
                 config_of(args, ar_weight), use=DataUse(num_validation=0), device=target.device,
+                accelerator=open_accelerator("cpu", args.precision),
             )  # fmt: skip
         done = folder / f"evaluation-{args.validation}.json"
         if not done.is_file():
@@ -117,6 +122,7 @@ def pruned(
         tables[order] = prune_drafter(
             args.out / "joint" / "draft", target, rows, folder, config,
             on_stage=lambda stage: print(order, stage, flush=True),  # noqa: B023
+            accelerator=open_accelerator("cpu", args.precision),
         )  # fmt: skip
         write_csv(tables[order], folder)
     try:

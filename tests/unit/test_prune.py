@@ -33,7 +33,7 @@ from draftwood.train.prune import PruneConfig, prune_drafter
 from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_turn
 from draftwood.train.prune_settings import begun_precision
 from draftwood.train.prune_table import best_stage
-from draftwood.train.target_side import ResponseRow, as_example
+from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig
 from tiny import tiny_model
 from tiny_drafter import tiny_independent_network
@@ -145,14 +145,14 @@ def test_the_race_finds_the_best_and_stops_the_worst_early() -> None:
         asked.append(layer)
         return [12, 10, 20, 11][layer] + int(noise.integers(0, 3))
 
-    ranking = race(cycles_of, 4, EXAMPLES * 4)
+    ranking = race(cycles_of, range(4), EXAMPLES * 4)
     assert ranking[0].layer == 1
     assert ranking[-1].layer == 2
     assert asked.count(2) < len(EXAMPLES) < asked.count(1) == 4 * len(EXAMPLES)
 
 
 def test_equal_layers_are_never_stopped() -> None:
-    ranking = race(lambda layer, _: 5, 3, EXAMPLES)
+    ranking = race(lambda layer, _: 5, range(3), EXAMPLES)
     assert [one.num_responses for one in ranking] == [len(EXAMPLES)] * 3
     assert [one.layer for one in ranking] == [0, 1, 2]
 
@@ -237,7 +237,8 @@ def test_every_depth_is_recorded_and_loads(
     table = prune_drafter(drafter, target, ROWS, tmp_path, settings(order=order))
     assert [one.depth for one in table.stages] == [3, 2, 1]
     for before, after in zip(table.stages, table.stages[1:], strict=False):
-        assert set(before.layers) - set(after.layers) == {after.removed}
+        assert set(before.layers) - set(after.layers) == set(after.removed)
+        assert len(after.removed) == 1
         assert load_independent(after.folder).config.layers == after.layers
         assert min(after.draft_s, after.plain_s, after.verify_s) > 0
         assert after.tau >= 1
@@ -245,6 +246,44 @@ def test_every_depth_is_recorded_and_loads(
         passes_s = one.draft_s + one.verify_s
         assert one.speedup == pytest.approx(one.tau * one.plain_s / passes_s)
     assert best_stage(table).speedup == max(one.speedup for one in table.stages)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_the_second_of_a_round_is_chosen_without_the_first(
+    target: Target, tmp_path: Path, rows: int
+) -> None:
+    deep = tiny_independent_network(target, block_size=4, num_layers=5)
+    start = save_independent(tmp_path / "start", deep.config, deep.state_dict(), dtype=deep.dtype)
+    config = settings(recovery=None, per_round=2, min_depth=2, ranking_block=rows)
+    table = prune_drafter(start, target, ROWS, tmp_path / "run", config)
+    assert [one.depth for one in table.stages] == [5, 3, 2]  # the last round is a short one
+    held = [as_example(row) for row in split_rows(ROWS, config.held_out_percent)[1]]
+    left, expected = deep, []
+    for _ in range(3):
+        best = rank_layers(left, "acceptance", held, budget=0, block_size=rows or None)[0].layer
+        expected.append(left.config.layers[best])
+        left = left.without(best)
+    assert [one.removed for one in table.stages] == [(), tuple(expected[:2]), (expected[2],)]
+    assert table.stages[-1].layers == left.config.layers
+
+
+def test_shorter_blocks_accept_no_more_than_they_draft(network: IndependentNetwork) -> None:
+    def score(block_size: int | None) -> float:
+        return max(
+            one.score
+            for one in rank_layers(network, "acceptance", EXAMPLES, budget=0, block_size=block_size)
+        )
+
+    assert score(2) <= 2
+    assert score(4) == score(None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_layers_of_the_shortlist_compete(network: IndependentNetwork, order: str) -> None:
+    whole = rank_layers(network, order, EXAMPLES, budget=0)
+    among = rank_layers(network, order, EXAMPLES, budget=0, among=[2, 0])
+    assert {one.layer for one in among} == {0, 2}
+    assert set(among) <= set(whole)
 
 
 def test_without_recovery_the_weights_stay(drafter: Path, target: Target, tmp_path: Path) -> None:
@@ -319,7 +358,7 @@ def test_depths_without_their_table_are_refused(
 
     config = settings(recovery=None, order="last", min_depth=2)
     with monkeypatch.context() as patch:
-        patch.setattr("draftwood.train.prune._Run._choice", fails)
+        patch.setattr("draftwood.train.prune._Run._ranking", fails)
         with pytest.raises(KeyboardInterrupt):
             prune_drafter(drafter, target, ROWS, tmp_path, config)
     assert (tmp_path / "depth-02").is_dir()
@@ -425,7 +464,7 @@ def test_a_table_without_one_of_its_numbers_is_named(
     drafter: Path, target: Target, tmp_path: Path, name: str, value: object
 ) -> None:
     stage: dict[str, object] = {
-        "depth": 3, "layers": [0, 1, 2], "removed": None, "tau_without": None, "tau": 1.2,
+        "depth": 3, "layers": [0, 1, 2], "removed": [], "tau_without": None, "tau": 1.2,
         "draft_s": 1.0, "plain_s": 1.0, "verify_s": 1.0, "speedup": 0.6, "folder": "",
     }  # fmt: skip
     file = tmp_path / "prune.json"
@@ -456,7 +495,8 @@ def test_a_bad_recovery_is_refused_before_anything_is_done(change: dict[str, obj
      ("keep_tau", 1.5), ("keep_tau", NAN), ("speedup", 0.0), ("speedup", NAN),
      ("num_ranking", 0), ("num_validation", 0), ("budget", -1), ("min_depth", 0),
      ("min_depth", 1.5), ("min_depth", NAN), ("max_len", 1), ("context_len", 0),
-     ("held_out_percent", 0.0), ("held_out_percent", 100.0), ("held_out_percent", NAN)],
+     ("held_out_percent", 0.0), ("held_out_percent", 100.0), ("held_out_percent", NAN),
+     ("per_round", 0), ("ranking_block", 1), ("ranking_block", -2)],
 )  # fmt: skip
 def test_a_bad_setting_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}$"):

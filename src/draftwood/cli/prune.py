@@ -51,21 +51,32 @@ def prune(
             help="'acceptance', or for comparison 'cosine', 'last' or 'random'.",
         ),
     ] = "acceptance",
+    per_round: Annotated[
+        int, typer.Option(min=1, rich_help_panel=CHOICE, help="Layers removed per recovery.")
+    ] = 1,
     budget: Annotated[
         int, typer.Option(min=0, rich_help_panel=CHOICE, help="Nodes of the tree; 0: the chain.")
     ] = 0,
     num_ranking: Annotated[
         int, typer.Option(min=1, rich_help_panel=CHOICE, help="Most replies to choose by.")
     ] = 48,
+    ranking_block: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=CHOICE,
+            help="Rows of the blocks to choose by, fewer are faster; 0: those of the drafter.",
+        ),
+    ] = 0,
     num_validation: Annotated[
         int, typer.Option(min=1, rich_help_panel=CHOICE, help="Most replies to measure τ on.")
     ] = 96,
     steps: Annotated[
         int | None,
-        typer.Option(min=0, rich_help_panel=RECOVERY, help="Per removed layer; 0: none."),
+        typer.Option(min=0, rich_help_panel=RECOVERY, help="Per round; 0: none."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(rich_help_panel=RECOVERY, help="Per removed layer.")
+        float | None, typer.Option(rich_help_panel=RECOVERY, help="Per round.")
     ] = None,
     learning_rate: Annotated[
         float, typer.Option("--learning-rate", "--lr", rich_help_panel=RECOVERY)
@@ -103,7 +114,7 @@ def prune(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Remove layers one by one and recover each time; the same command continues a run.
+    """Remove layers and recover, round by round; the same command continues a run.
 
     Prints the folder of the depth that is fastest by estimate among those that --keep allows.
     """
@@ -135,8 +146,9 @@ def prune(
             eval_minutes=1e9, loss=LossConfig(gamma=gamma, autoregressive=ar_weight),
         )  # fmt: skip
     config = PruneConfig(
-        recovery, order=order, min_depth=depth, keep_tau=keep, speedup=speedup, budget=budget,
-        margin=margin, num_ranking=num_ranking, num_validation=num_validation,
+        recovery, order=order, per_round=per_round, min_depth=depth, keep_tau=keep,
+        speedup=speedup, budget=budget, margin=margin, num_ranking=num_ranking,
+        ranking_block=ranking_block, num_validation=num_validation,
         held_out_percent=held_out, max_len=max_len, seed=seed,
     )  # fmt: skip
     quiet_libraries()
@@ -160,13 +172,13 @@ def prune(
         note("no plot: matplotlib is not installed (pip install 'draftwood[bench]')")
     _print(table)
     best = best_stage(table, keep)
-    if best.removed is None:
+    if not best.removed:
         note("by estimate no pruned depth is faster than the drafter as it was")
     typer.echo(best.folder)
 
 
 def _show(stage: Stage) -> None:
-    removed = "" if stage.removed is None else f" without {stage.removed}"
+    removed = f" without {', '.join(map(str, stage.removed))}" if stage.removed else ""
     note(
         f"{stage.depth} layers{removed} · τ {stage.tau:.3f} · draft {1e3 * stage.draft_s:.1f} ms, "
         f"{stage.draft_passes:.2f} target passes"
@@ -187,7 +199,7 @@ def _print(table: Table) -> None:
     for one in table.stages:
         grid.add_row(
             str(one.depth),
-            "" if one.removed is None else str(one.removed),
+            ", ".join(map(str, one.removed)),
             "" if one.tau_without is None else f"{one.tau_without:.3f}",
             f"{one.tau:.3f}",
             f"{1e3 * one.draft_s:.1f}",

@@ -181,12 +181,12 @@ def anchor_hidden(network: Network, example: Example) -> Drafted:
     return block_hidden(network, batch)[0], batch
 
 
-def anchor_batch(network: Network, example: Example) -> BlockBatch:
-    """A block at every anchor of a response."""
+def anchor_batch(network: Network, example: Example, block_size: int | None = None) -> BlockBatch:
+    """A block at every anchor of a response; of the drafter's own size if none is given."""
     first, count = anchor_range(example.response_start, len(example.token_ids))
     return make_batch(
         [example],
         [np.arange(first, first + count)],
-        block_size=network.config.block_size,
+        block_size=block_size or network.config.block_size,
         mask_token_id=network.config.mask_token_id,
     ).to(device_of(network))

@@ -41,8 +41,10 @@ def rank_layers(
     budget: int,
     confidence: float = 3.0,
     seed: int = 0,
+    block_size: int | None = None,
+    among: Sequence[int] | None = None,
 ) -> list[LayerScore]:
-    """All layers, the least harmful to remove first.
+    """Layers, the least harmful to remove first.
 
     Args:
         order: ``acceptance`` (D3D), ``cosine`` (the layer that turns its input least), ``last``
@@ -51,40 +53,46 @@ def rank_layers(
         budget: of the tree whose acceptance counts; 0 is the chain.
         confidence: see ``race``.
         seed: of the random order.
+        block_size: rows of the drafted blocks where acceptance counts, the drafter's own if None.
+        among: the layers that compete; all if None.
 
     Raises:
         ValueError: an unknown order, or no response to measure on.
     """
     count = len(network.layers)
+    layers = sorted(range(count) if among is None else among)
     if order == "last":
-        return [LayerScore(i, float(i)) for i in reversed(range(count))]
+        return [LayerScore(i, float(i)) for i in reversed(layers)]
     if order == "random":
         keys = np.random.default_rng([seed, count]).random(count)
-        scores = [LayerScore(i, float(key)) for i, key in enumerate(keys)]
+        scores = [LayerScore(i, float(keys[i])) for i in layers]
         return sorted(scores, key=lambda one: -one.score)
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     if not examples:
         raise ValueError("there is no held-out response to choose layers by")
     if order == "cosine":
-        return _by_cosine(network, examples)
+        ranking = _by_cosine(network, examples)
+        return [one for one in ranking if one.layer in layers]
     seen: list[_Response] = []  # the one at hand
 
     def cycles_of(layer: int, example: Example) -> int:
         if not seen or seen[-1].example is not example:
-            seen[:] = [_Response(network, example)]
+            seen[:] = [_Response(network, example, block_size)]
         return loop_cycles(network, example, budget, seen[-1].without(layer))
 
-    return race(cycles_of, count, examples, confidence)
+    return race(cycles_of, layers, examples, confidence)
 
 
 class _Response:
     """A response drafted without one layer, for any layer; what comes before it is shared."""
 
-    def __init__(self, network: IndependentNetwork, example: Example) -> None:
+    def __init__(
+        self, network: IndependentNetwork, example: Example, block_size: int | None = None
+    ) -> None:
         self.example = example
         self._network = network
-        self._batch = anchor_batch(network, example)
+        self._batch = anchor_batch(network, example, block_size)
         b = self._batch
         x, positions, self._attend = network.pack(b.context_ids, b.anchor_positions, b.block_ids)
         self._turn = network.angles(positions)
@@ -112,7 +120,7 @@ class _Response:
 
 def race(
     cycles_of: Callable[[int, Example], int],
-    num_layers: int,
+    layers: Sequence[int],
     examples: Iterable[Example],
     confidence: float = 3.0,
 ) -> list[LayerScore]:
@@ -124,9 +132,9 @@ def race(
     Args:
         cycles_of: (layer, response) → cycles that the loop takes without that layer.
     """
-    cycles: list[list[int]] = [[] for _ in range(num_layers)]
+    cycles: dict[int, list[int]] = {layer: [] for layer in layers}
     tokens: list[int] = []
-    alive = list(range(num_layers))
+    alive = list(layers)
     for example in examples:
         if example.num_anchors == 0:
             continue
@@ -139,7 +147,7 @@ def race(
             alive = [i for i in alive if not _surely_above(cycles[i] - lead, confidence)]
     scores = [
         LayerScore(i, sum(tokens[: len(seen)]) / max(sum(seen), 1), len(seen))
-        for i, seen in enumerate(cycles)
+        for i, seen in cycles.items()
     ]
     return sorted(scores, key=lambda one: (-one.num_responses, -one.score, one.layer))
 

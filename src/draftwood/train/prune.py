@@ -1,4 +1,4 @@
-"""Pruning an independent drafter layer by layer (D3D): rank, remove, recover, repeat; resumable."""
+"""Pruning an independent drafter (D3D): rank its layers, remove, recover, repeat; resumable."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.trainer import TrainConfig, Trainer
 
 _DRAFT = "draft"
+# So many of a round's best layers, per place, compete for its next place.
+_SHORTLIST = 3
 _LEAST = {
     "min_depth": 1, "budget": 0, "num_ranking": 1, "num_validation": 1, "max_len": 2,
-    "context_len": 1,
+    "context_len": 1, "per_round": 1, "ranking_block": 0,
 }  # fmt: skip
 
 
@@ -36,9 +38,11 @@ class PruneConfig:
     """How to prune.
 
     Attributes:
-        recovery: the training after each removal, whose ``loss`` has the position weights and λ;
+        recovery: the training after each round, whose ``loss`` has the position weights and λ;
             None removes layers without any.
         order: how the next layer is chosen, see ``rank_layers``.
+        per_round: layers removed before each recovery. The first is chosen among all, the next ones
+            among those that were nearly chosen, measured without what is gone already.
         min_depth: stop at this many layers.
         keep_tau: stop below this share of the unpruned drafter's τ; 0 never does.
         speedup: stop once the estimated speedup reaches this; None never does.
@@ -46,6 +50,8 @@ class PruneConfig:
         margin: of the distillation target, see ``distill``.
         confidence: standard errors at which a layer is out of the race.
         num_ranking: most held-out responses that layers are compared on.
+        ranking_block: rows of the blocks that layers are compared on; 0: as many as the drafter's.
+            Half as many take half the time, and count all but the longest acceptances.
         num_validation: most held-out responses that τ is measured on.
         held_out_percent, max_len: see ``DataUse``.
         context_len: tokens of context at which latency is measured, at most.
@@ -54,6 +60,7 @@ class PruneConfig:
 
     recovery: TrainConfig | None
     order: str = "acceptance"
+    per_round: int = 1
     min_depth: int = 1
     keep_tau: float = 0.0
     speedup: float | None = None
@@ -61,6 +68,7 @@ class PruneConfig:
     margin: float = 0.1
     confidence: float = 3.0
     num_ranking: int = 48
+    ranking_block: int = 0
     num_validation: int = 96
     held_out_percent: float = 3.0
     max_len: int = 2048
@@ -76,13 +84,14 @@ class PruneConfig:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name} must be a whole number ≥ {least}, got {value}")
-        percent = self.held_out_percent
+        percent, rows = self.held_out_percent, self.ranking_block
         for name, value, is_fine, wanted in (  # NaN is nowhere fine
             ("keep_tau", self.keep_tau, 0 <= self.keep_tau <= 1, "between 0 and 1"),
             ("margin", self.margin, 0 <= self.margin <= 1, "between 0 and 1"),
             ("confidence", self.confidence, self.confidence > 0, "positive"),
             ("speedup", self.speedup, self.speedup is None or self.speedup > 0, "positive"),
             ("held_out_percent", percent, 0 < percent < 100, "more than 0 and less than 100"),
+            ("ranking_block", rows, rows != 1, "0 or at least 2, an anchor and a mask"),
         ):
             if not is_fine:
                 raise ValueError(f"{name} must be {wanted}, got {value}")
@@ -98,7 +107,7 @@ def prune_drafter(
     on_stage: Callable[[Stage], None] | None = None,
     accelerator: Any = None,
 ) -> Table:
-    """Remove layers one at a time until a target is met, or continue the run in ``folder``.
+    """Remove layers, one or a few a round, until a target is met, or go on with ``folder``'s run.
 
     Args:
         drafter: folder of a trained independent drafter; the teacher of every recovery.
@@ -163,7 +172,7 @@ class _Run:
             require_continued(table.settings, settings, folder)
         self.table = table
         if not table.stages:
-            self._add(self.teacher, None, None, drafter)
+            self._add(self.teacher, (), None, drafter)
 
     def is_done(self) -> bool:
         first, last, config = self.table.stages[0], self.table.stages[-1], self.config
@@ -176,34 +185,47 @@ class _Run:
     def next_stage(self) -> Stage:
         """Rank, remove, recover, measure."""
         last = self.table.stages[-1]
-        student = self._load(last.folder)
-        where = self._folder / f"depth-{last.depth - 1:02d}"
+        pruned = self._load(last.folder)
+        count = min(self.config.per_round, last.depth - self.config.min_depth)
+        where = self._folder / f"depth-{last.depth - count:02d}"
         where.mkdir(exist_ok=True)
-        chosen = self._choice(where, student)
-        pruned = student.without(chosen.layer)
+        removed: list[int] = []
+        among: list[int] | None = None
+        for place in range(count):
+            ranking = self._ranking(where / f"ranking-{place}.json", pruned, among)
+            gone = ranking[0].layer
+            removed.append(pruned.config.layers[gone])
+            pruned = pruned.without(gone)
+            near = [one.layer for one in ranking[1 : _SHORTLIST * count]]
+            among = [layer - (layer > gone) for layer in near]
         tau_without = self._tau(pruned)
         if self.config.recovery is None:
             save_independent(where / _DRAFT, pruned.config, pruned.state_dict())
         else:
             self._recover(pruned, where, self.config.recovery)
         return self._add(
-            self._load(str(where / _DRAFT)), last.layers[chosen.layer], tau_without,
-            str(where / _DRAFT),
+            self._load(str(where / _DRAFT)), tuple(removed), tau_without, str(where / _DRAFT)
         )  # fmt: skip
 
-    def _choice(self, where: Path, student: IndependentNetwork) -> LayerScore:
-        """The layer to remove; kept, so that a continued run does not choose again."""
-        file = where / "ranking.json"
+    def _ranking(
+        self, file: Path, network: IndependentNetwork, among: list[int] | None
+    ) -> list[LayerScore]:
+        """Layers, the one to remove first; kept, so that a continued run does not choose again."""
         if not file.is_file():
             config = self.config
+            own = network.config.block_size
             with self._mixed():
                 ranking = rank_layers(
-                    student, config.order, self._held[: config.num_ranking], budget=config.budget,
+                    network, config.order, self._held[: config.num_ranking], budget=config.budget,
                     confidence=config.confidence, seed=config.seed,
+                    block_size=min(config.ranking_block or own, own), among=among,
                 )  # fmt: skip
             write_kept(file, [asdict(one) for one in ranking])
         try:
-            return LayerScore(**read_kept(file)[0])
+            kept = [LayerScore(**one) for one in read_kept(file)]
+            if not 0 <= kept[0].layer < len(network.layers):
+                raise IndexError(f"there is no layer {kept[0].layer}")
+            return kept
         except (IndexError, KeyError, TypeError) as error:
             raise damaged(file, repr(error)) from error
 
@@ -217,7 +239,11 @@ class _Run:
             mixed.free_memory()  # it keeps what it prepared
 
     def _add(
-        self, network: IndependentNetwork, removed: int | None, tau_without: float | None, at: str
+        self,
+        network: IndependentNetwork,
+        removed: tuple[int, ...],
+        tau_without: float | None,
+        at: str,
     ) -> Stage:
         config, table = self.config, self.table
         tau = self._tau(network)

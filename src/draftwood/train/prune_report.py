@@ -19,7 +19,7 @@ def write_csv(table: Table, folder: Path) -> Path:
     with file.open("w", newline="") as handle:
         writer = csv.writer(handle)
         writer.writerow(
-            ["depth", "removed_layer", "tau_before_recovery", "tau", "share_of_tau", "draft_ms",
+            ["depth", "removed_layers", "tau_before_recovery", "tau", "share_of_tau", "draft_ms",
              "plain_ms", "verify_ms", "draft_passes", "speedup_estimate", "layers"]
         )  # fmt: skip
         for one in table.stages:
@@ -68,7 +68,7 @@ def write_plot(tables: Mapping[str, Table], file: Path) -> Path:
 def _line(one: Stage, first_tau: float) -> list[str]:
     return [
         str(one.depth),
-        "" if one.removed is None else str(one.removed),
+        " ".join(map(str, one.removed)),
         "" if one.tau_without is None else f"{one.tau_without:.4f}",
         f"{one.tau:.4f}",
         f"{one.tau / first_tau:.4f}",

@@ -18,7 +18,7 @@ class Stage:
     Attributes:
         depth: layers left.
         layers: which ones, by their index in the original body.
-        removed: the one removed last, None for the unpruned drafter.
+        removed: those removed last, in this order; none for the unpruned drafter.
         tau_without: τ right after the removal, before recovery.
         tau: τ after recovery.
         draft_s: seconds of one draft. Compares with those of its own depth only, since others were
@@ -31,7 +31,7 @@ class Stage:
 
     depth: int
     layers: tuple[int, ...]
-    removed: int | None
+    removed: tuple[int, ...]
     tau_without: float | None
     tau: float
     draft_s: float
@@ -83,7 +83,10 @@ class Table:
             return None
         raw = read_kept(file)
         try:
-            stages = [Stage(**{**one, "layers": tuple(one["layers"])}) for one in raw.pop("stages")]
+            stages = [
+                Stage(**{**one, "layers": tuple(one["layers"]), "removed": tuple(one["removed"])})
+                for one in raw.pop("stages")
+            ]
             table = Table(**raw, stages=[])
         except (AttributeError, KeyError, TypeError) as error:
             raise damaged(file, repr(error)) from error
