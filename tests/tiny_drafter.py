@@ -59,8 +59,12 @@ def tiny_independent_network(
     num_layers: int = 2,
     seed: int = 0,
     borrows: bool = False,
+    markov_rank: int = 0,
 ) -> IndependentNetwork:
-    """A random language model of ``target``'s vocabulary and dtype as an independent drafter."""
+    """A random language model of ``target``'s vocabulary and dtype as an independent drafter.
+
+    A Markov head is one that matters.
+    """
     body = tiny_model(
         family,
         dtype=target.dtype,
@@ -69,5 +73,12 @@ def tiny_independent_network(
         num_hidden_layers=num_layers,
         use_sliding_window=False,
     )
-    network = network_from_model(body, block_size=block_size, mask_token_id=0, borrows=borrows)
+    network = network_from_model(
+        body, block_size=block_size, mask_token_id=0, borrows=borrows, markov_rank=markov_rank
+    )
+    if network.markov is not None:
+        generator = torch.Generator().manual_seed(seed + 4)
+        with torch.no_grad():
+            for weight in network.markov.parameters():
+                weight.add_(torch.empty_like(weight).normal_(generator=generator), alpha=0.5)
     return network.requires_grad_(False).eval()

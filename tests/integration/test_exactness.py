@@ -96,8 +96,9 @@ def drafter_of(name: str, family: str, setting: str) -> Drafter:
     if name == "blend":
         model = BlockDiffusionDrafter(tiny_draft_network(target), target)
         return BlendDrafter(model, LookupDrafter())
-    if name == "independent":
-        return IndependentDrafter(tiny_independent_network(target), target)
+    if name in ("independent", "markov independent"):
+        rank = 6 if name == "markov independent" else 0
+        return IndependentDrafter(tiny_independent_network(target, markov_rank=rank), target)
     if name == "autoregressive":
         small = Target(tiny_model("llama", vocab=VOCAB, seed=1), probe=False)
         return AutoregressiveDrafter(small, target)
@@ -144,7 +145,16 @@ def test_autoregressive_decoding_equals_transformers(family: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "drafter",
-    ["none", "lookup", "oracle", "block_diffusion", "markov", "autoregressive", "independent"],
+    [
+        "none",
+        "lookup",
+        "oracle",
+        "block_diffusion",
+        "markov",
+        "autoregressive",
+        "independent",
+        "markov independent",
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_own(family: str, drafter: str, policy: str, setting: str) -> None:
@@ -162,7 +172,11 @@ def test_merged_drafters_change_nothing(policy: str, setting: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    [("ahead oracle", "mistral"), *(("ahead independent", family) for family in FAMILIES)],
+    [
+        ("ahead oracle", "mistral"),
+        *(("ahead independent", family) for family in FAMILIES),
+        ("ahead markov independent", "qwen3"),
+    ],
 )
 def test_drafting_ahead_changes_nothing(
     drafter: str, family: str, policy: str, setting: str

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from test_enumerate import paths
 
 from draftwood.draft.base import Committed, DraftContext, DraftLimits
 from draftwood.draft.branches import BranchDraft
@@ -32,9 +33,9 @@ def target() -> Target:
     return Target(tiny_model("llama", vocab=VOCAB), probe=False)
 
 
-@pytest.fixture(scope="module")
-def network(target: Target) -> IndependentNetwork:
-    return tiny_independent_network(target)
+@pytest.fixture(scope="module", params=[0, 6], ids=["alone", "markov"])
+def network(target: Target, request: pytest.FixtureRequest) -> IndependentNetwork:
+    return tiny_independent_network(target, markov_rank=request.param)
 
 
 def context(tokens: Sequence[int], *, seq_id: int = 0, max_depth: int = 100) -> DraftContext:
@@ -55,13 +56,18 @@ def fresh(network: IndependentNetwork, target: Target, tokens: Sequence[int]) ->
     return drafter.propose([context(tokens)], LIMITS)
 
 
-def block_logits(network: IndependentNetwork, tokens: Sequence[int]) -> torch.Tensor:
-    """[horizon, V] by the training forward: one block at the last token."""
+def block_rows(network: IndependentNetwork, tokens: Sequence[int]) -> torch.Tensor:
+    """[horizon, H] by the training forward: one block at the last token."""
     config = network.config
     block = torch.full((1, 1, config.block_size), config.mask_token_id)
     block[0, 0, 0] = tokens[-1]
     ids, anchor = torch.tensor([list(tokens)]), torch.tensor([[len(tokens) - 1]])
-    return network.logits(network(ids, anchor, block)[1])[0, 0]
+    return network(ids, anchor, block)[1][0, 0]
+
+
+def block_logits(network: IndependentNetwork, tokens: Sequence[int]) -> torch.Tensor:
+    """[horizon, V] of the rows alone."""
+    return network.logits(block_rows(network, tokens))
 
 
 def same(one: ScoredPrefixes, other: ScoredPrefixes) -> None:
@@ -271,9 +277,22 @@ def test_a_soft_hit_drops_the_rows_that_came_true(
     tell(drafter, [TOKENS[9], 11], start=9)
     now = context([*TOKENS[:10], 11, 50])
     assert draft.serves(now) == 1
-    scored = drafter.adopt([now], [draft], DraftLimits(7, 1))
-    expected = block_logits(network, [*TOKENS[:10], 11])[1:].argmax(-1)
-    assert scored.token_ids[0, : scored.counts[0]].tolist() == expected.tolist()
+    scored = drafter.adopt([now], [draft], DraftLimits(64))  # 64 ≥ VOCAB: all are candidates
+    rows = block_rows(network, [*TOKENS[:10], 11])
+    alone = network.logits(rows).log_softmax(-1)
+    changed = 0
+    for path, log_prob in zip(paths(scored, 0), scored.log_probs[0], strict=True):
+        known = torch.tensor([50, *path, *[0] * (len(rows) - 1 - len(path))])
+        right = alone
+        if network.markov is not None:  # the bonus token is known by now, if not to the block
+            right = network.logits(network.after(rows, known)).log_softmax(-1)
+        want, other = (
+            sum(float(table[1 + d, token]) for d, token in enumerate(path))
+            for table in (right, alone)
+        )
+        assert log_prob == pytest.approx(want, abs=1e-6)
+        changed += abs(want - other) > 0.05
+    assert (changed > 20) == (network.markov is not None)
 
 
 def test_output_is_the_targets_own_and_ranking_learns(

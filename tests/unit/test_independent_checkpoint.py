@@ -31,11 +31,14 @@ BLOCK = torch.tensor([[[14, 0, 0, 0]]])
 PLAIN = {"use_sliding_window": False, "layer_types": None, "sliding_window": None}
 
 
-def made(family: str = "llama", *, borrows: bool = False, **extra: object) -> IndependentNetwork:
+def made(
+    family: str = "llama", *, borrows: bool = False, markov_rank: int = 0, **extra: object
+) -> IndependentNetwork:
     body = tiny_model(family, vocab=VOCAB, dtype=torch.float32, **PLAIN, **extra)
     return network_from_model(
-        body, block_size=4, mask_token_id=0, layers=[0, 2, 3], borrows=borrows
-    )
+        body, block_size=4, mask_token_id=0, layers=[0, 2, 3], borrows=borrows,
+        markov_rank=markov_rank,
+    )  # fmt: skip
 
 
 def save(folder: Path, network: IndependentNetwork) -> Path:
@@ -60,6 +63,33 @@ def test_a_folder_loads_back_and_is_still_a_language_model(
         context, block = loaded(IDS, anchor, BLOCK)
         torch.testing.assert_close(block, network(IDS, anchor, BLOCK)[1])
         torch.testing.assert_close(loaded.logits(context), body(IDS).logits, rtol=0.0, atol=1e-4)
+
+
+def test_a_markov_head_is_a_file_that_others_need_not_know(tmp_path: Path) -> None:
+    network, alone = made(markov_rank=3), made()
+    assert network.markov is not None
+    torch.nn.init.normal_(network.markov.out.weight)
+    save(tmp_path / "alone", alone)
+    folder = save(tmp_path / "draft", network)
+    loaded = load_independent(folder)
+    assert loaded.config.markov_rank == 3
+    assert loaded.state_dict().keys() == network.state_dict().keys()
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name])
+    files = [(one / "model.safetensors").read_bytes() for one in (folder, tmp_path / "alone")]
+    assert files[0] == files[1]  # what transformers reads
+    assert drafter_facts(str(folder))["Markov head"] == "rank 3"
+
+    raw = json.loads((folder / "config.json").read_text())
+    for rank, named in ((0, "unknown: markov"), (10**6, "hidden size"), (1.5, "whole number")):
+        section = {**raw["draftwood"], "markov_rank": rank}
+        (folder / "config.json").write_text(json.dumps({**raw, "draftwood": section}))
+        with pytest.raises(ValueError, match=named):
+            load_independent(folder)
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "markov_head.st").unlink()
+    with pytest.raises(ValueError, match=r"missing: markov\..* markov_head|markov_head\.st"):
+        load_independent(folder)
 
 
 def test_borrowing_saves_no_tables(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from test_block_diffusion import TOKENS, features, feed, same
 from test_enumerate import paths
 
 from draftwood.bench.provenance import weights_checksums
+from draftwood.draft import block_ranking
 from draftwood.draft.base import DraftLimits
 from draftwood.draft.block_diffusion import BlockDiffusionDrafter
 from draftwood.draft.checkpoint import load_draft, save_draft
@@ -34,6 +36,8 @@ from draftwood.tree.budget import Chain, Fixed
 from draftwood.tree.markov_first import markov_prefixes
 from tiny import tiny_model
 from tiny_drafter import tiny_draft_network
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
 
 VOCAB = 61
 TEXT = [token % VOCAB for token in TOKENS]
@@ -170,6 +174,35 @@ def test_the_chain_takes_the_best_next_token(target: Target) -> None:
     agree = inside.index(False) if False in inside else 7
     assert agree >= 2
     assert scored.token_ids[0, :agree].tolist() == path[:agree]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 4, 6, 12, 60])
+def test_deeper_rows_go_through_the_head_only_where_they_can_matter(
+    target: Target, monkeypatch: pytest.MonkeyPatch, max_nodes: int
+) -> None:
+    tokens = TEXT[:20]
+    found, sizes = [], []
+    for first in (99, 3):
+        monkeypatch.setattr(block_ranking, "_FIRST_DEPTHS", first)
+        drafter = BlockDiffusionDrafter(markov(target, std=0.1), target)
+        rows: list[int] = []
+        logits = drafter._ranking.logits
+
+        def watched(
+            hidden: torch.Tensor, rows: list[int] = rows, logits: Logits = logits
+        ) -> torch.Tensor:
+            rows.append(hidden.shape[1])
+            return logits(hidden)
+
+        monkeypatch.setattr(drafter._ranking, "logits", watched)
+        found.append(drafter.propose([feed(drafter, target, tokens)], DraftLimits(max_nodes)))
+        sizes.append(rows)
+    assert same(*found)
+    depths = min(max_nodes, 7)
+    assert sizes[0] == [depths]
+    deep = int(found[0].depths.max()) >= 3
+    assert sizes[1] == ([3, depths - 3] if deep else [min(depths, 3)])
+    assert deep == (max_nodes > 6)  # both happen
 
 
 def test_sequences_of_a_batch_draft_as_alone(target: Target) -> None:

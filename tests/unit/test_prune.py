@@ -100,9 +100,9 @@ def target() -> Target:
     return Target(tiny_model("llama", vocab=VOCAB, dtype=torch.float32), probe=False)
 
 
-@pytest.fixture(scope="module")
-def network(target: Target) -> IndependentNetwork:
-    return tiny_independent_network(target, block_size=4, num_layers=3)
+@pytest.fixture(scope="module", params=[0, 6], ids=["alone", "markov"])
+def network(target: Target, request: pytest.FixtureRequest) -> IndependentNetwork:
+    return tiny_independent_network(target, block_size=4, num_layers=3, markov_rank=request.param)
 
 
 def test_a_sample_of_every_column_is_the_whole_loss(network: IndependentNetwork) -> None:
@@ -118,6 +118,24 @@ def test_a_sample_of_every_column_is_the_whole_loss(network: IndependentNetwork)
         return float(objective(*batch)[0])
 
     assert loss(VOCAB) == pytest.approx(loss(0), rel=1e-5)
+
+
+@pytest.mark.parametrize("negatives", [0, 8])
+def test_rows_that_know_the_token_before_count_as_much(target: Target, negatives: int) -> None:
+    """With a Markov head that changes nothing both halves of the block loss are the same."""
+    losses = []
+    for rank, idle in ((0, True), (6, True), (6, False)):
+        network = tiny_independent_network(target, block_size=4, num_layers=3, markov_rank=rank)
+        if network.markov is not None and idle:
+            network.markov.reset()
+        objective = DistillObjective(network.without(1), network, LossConfig(autoregressive=0.5))
+        batch = objective.draw(
+            EXAMPLES[:2], [np.array([3, 8]), np.array([4, 6])], block_size=4,
+            num_negatives=negatives, rng=np.random.default_rng(0), device="cpu",
+        )  # fmt: skip
+        losses.append(float(objective(*batch)[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
 def test_a_margin_outside_the_unit_interval_is_refused(network: IndependentNetwork) -> None:
@@ -157,7 +175,7 @@ def test_equal_layers_are_never_stopped() -> None:
     assert [one.layer for one in ranking] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("budget", [0, 8])
+@pytest.mark.parametrize("budget", [0, 20])
 def test_what_candidates_share_changes_no_score(
     network: IndependentNetwork, target: Target, budget: int
 ) -> None:
@@ -239,7 +257,9 @@ def test_every_depth_is_recorded_and_loads(
     for before, after in zip(table.stages, table.stages[1:], strict=False):
         assert set(before.layers) - set(after.layers) == set(after.removed)
         assert len(after.removed) == 1
-        assert load_independent(after.folder).config.layers == after.layers
+        config = load_independent(after.folder).config
+        assert config.layers == after.layers
+        assert config.markov_rank == load_independent(drafter).config.markov_rank
         assert min(after.draft_s, after.plain_s, after.verify_s) > 0
         assert after.tau >= 1
     for one in table.stages:

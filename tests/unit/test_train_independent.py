@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,10 +42,10 @@ ROWS = [
 ANCHORS = [np.array([3, 7]), np.array([5, 9])]
 
 
-@pytest.fixture(scope="module")
-def network() -> IndependentNetwork:
+@pytest.fixture(scope="module", params=[0, 6], ids=["alone", "markov"])
+def network(request: pytest.FixtureRequest) -> IndependentNetwork:
     target = Target(tiny_model("llama", vocab=VOCAB), probe=False)
-    return tiny_independent_network(target, block_size=4)
+    return tiny_independent_network(target, block_size=4, markov_rank=request.param)
 
 
 def loss_of(
@@ -60,7 +61,10 @@ def loss_of(
 
 
 def by_hand(network: IndependentNetwork) -> tuple[float, float]:
-    """(L_diff, L_AR), each block and each response on its own."""
+    """(L_diff, L_AR), each block and each response on its own.
+
+    With a Markov head every block counts twice, alone and knowing the tokens before.
+    """
     total = weight = ar = count = 0.0
     for row, anchors in zip(ROWS[:2], ANCHORS, strict=True):
         ids = torch.tensor([row.token_ids])
@@ -73,11 +77,16 @@ def by_hand(network: IndependentNetwork) -> tuple[float, float]:
             block = torch.zeros(1, 1, 4, dtype=torch.int64)
             block[0, 0, 0] = row.token_ids[anchor]
             hidden = network(ids[:, : anchor + 1], torch.tensor([[anchor]]), block)[1]
-            rows = network.logits(hidden)[0, 0].log_softmax(-1)
-            for j in range(1, min(4, len(row.token_ids) - anchor)):
-                w = np.exp(-(j - 1) / 2.0)
-                total -= w * float(rows[j - 1, row.token_ids[anchor + j]])
-                weight += w
+            known = [*row.token_ids[anchor + 1 : anchor + 4], 0, 0, 0][:3]
+            passes = [hidden[0, 0]]
+            if network.markov is not None:
+                passes.append(network.after(hidden[0, 0], torch.tensor(known)))
+            for one in passes:
+                rows = network.logits(one).log_softmax(-1)
+                for j in range(1, min(4, len(row.token_ids) - anchor)):
+                    w = np.exp(-(j - 1) / 2.0)
+                    total -= w * float(rows[j - 1, row.token_ids[anchor + j]])
+                    weight += w
     return total / weight, ar / count
 
 
@@ -117,6 +126,15 @@ def test_offline_acceptance_is_a_replay_of_the_loop(network: IndependentNetwork)
     assert abs(found.num_cycles[CHAIN] - len(output.cycles)) <= 1
 
 
+def chain(network: IndependentNetwork, rows: torch.Tensor) -> Iterator[int]:
+    """The best next token after each, from the rows [L, H] of a block."""
+    known = [0] * len(rows)
+    for depth in range(len(rows)):
+        aware = rows if network.markov is None else network.after(rows, torch.tensor(known))
+        known[depth] = int(network.logits(aware[depth]).argmax())
+        yield known[depth]
+
+
 @pytest.mark.parametrize("budget", [CHAIN, 3])
 def test_cycles_alone_are_those_of_the_replay(network: IndependentNetwork, budget: int) -> None:
     """On replies with drafted tokens in them, so that chains of every length are accepted."""
@@ -130,7 +148,7 @@ def test_cycles_alone_are_those_of_the_replay(network: IndependentNetwork, budge
             torch.tensor([row.token_ids]), torch.tensor([[4 + length]]),
             torch.tensor([[[row.token_ids[4 + length], *[network.config.mask_token_id] * 3]]]),
         )  # fmt: skip
-        drafted = network.logits(hidden)[0, 0].argmax(-1).tolist()
+        drafted = list(chain(network, hidden[0, 0]))
         start = 5 + length
         row = ResponseRow((*row.token_ids[:start], *drafted, *row.token_ids[start + 3 :]), 4, "x")
     assert len(chains) > 2
@@ -236,7 +254,9 @@ def run(folder: Path, out: Path, *args: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("--ar-weight", 0), ("--no-warm",), ("--borrow",)], ids=lambda e: str(e[:1])
+    "extra",
+    [(), ("--ar-weight", 0), ("--no-warm",), ("--borrow",), ("--markov-rank", 4)],
+    ids=lambda e: str(e[:1]),
 )
 def test_one_command_trains_every_variant(folder: Path, tmp_path: Path, extra: tuple) -> None:
     run(folder, tmp_path, *extra)
@@ -244,6 +264,9 @@ def test_one_command_trains_every_variant(folder: Path, tmp_path: Path, extra: t
     assert start["config"]["loss"]["autoregressive"] == (0.0 if "--ar-weight" in extra else 1.0)
     network = load_independent(tmp_path / "draft")
     assert network.config.borrows == ("--borrow" in extra)
+    assert network.config.markov_rank == (4 if "--markov-rank" in extra else 0)
+    if network.markov is not None:
+        assert network.markov.out.weight.abs().max() > 0  # it has learned
     assert network.config.layers == (0, 3)
     engine = dw.load(str(folder / "target"), str(tmp_path / "draft"), "chain")
     assert isinstance(engine.drafter, IndependentDrafter)

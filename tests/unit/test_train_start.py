@@ -442,9 +442,33 @@ def test_what_grows_must_be_repeated_and_fit(
         with pytest.raises(ValueError, match=r"must (be|have)"):
             train.trained_start(folders["dflash"], target, **wrong)
     for kind in KINDS[1:]:
-        for change in ({"add_layers": 1}, {"draft_vocab_size": 20}, {"markov_rank": 4}):
+        for change in ({"add_layers": 1}, {"draft_vocab_size": 20}):
             with pytest.raises(ValueError, match="independent"):
                 train.trained_start(folders[kind], target, **change)
+        with pytest.raises(ValueError, match="markov_rank must be between 0 and"):
+            train.trained_start(folders[kind], target, markov_rank=10**6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_a_trained_drafter_gets_changes_nothing_at_first(
+    target: Target, folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    start = train.trained_start(folders[kind], target, markov_rank=4)
+    old = prepared(target, train.trained_start(folders[kind], target), tmp_path / "old").network
+    trainer = prepared(target, start, tmp_path / "new")
+    new = trainer.network
+    assert new.markov is not None
+    assert {name for name in new.state_dict() if name not in old.state_dict()} == {
+        f"markov.{name}" for name in new.markov.state_dict()
+    }
+    assert all(torch.equal(v, new.state_dict()[name]) for name, v in old.state_dict().items())
+    assert float(new.markov.out.weight.abs().max()) == 0
+    trainer.run()
+    assert float(new.markov.out.weight.abs().max()) > 0
+    again = prepared(target, start, tmp_path / "new")  # continues
+    with pytest.raises(ValueError, match="other settings"):
+        prepared(target, train.trained_start(folders[kind], target), tmp_path / "new")
+    assert again.network.config.markov_rank == 4
 
 
 def test_training_in_bfloat16_keeps_float32_weights(

@@ -162,6 +162,7 @@ def _independent_facts(name: str) -> Facts:
         "hidden size": str(config.hidden_size),
         "vocabulary": str(config.vocab_size),
         "mask token": str(config.mask_token_id),
+        "Markov head": f"rank {config.markov_rank}" if config.markov_rank else "none",
         "embeddings and head": "the target's" if config.borrows else "own",
         "parameters": f"{sum(weight.numel() for weight in network.parameters()) / 1e6:.1f} M",
     }

@@ -26,7 +26,7 @@ _SHAPE = (
     "kind", "body", "layers", "taps", "block_size", "mask_token", "warm", "borrow",
 )  # fmt: skip
 # Options that say nothing about a drafter of the other kind.
-_OF_DFLASH = ("taps", "distill", "draft_vocab", "cache", "add_layers", "markov_rank")
+_OF_DFLASH = ("taps", "distill", "draft_vocab", "cache", "add_layers")
 _OF_INDEPENDENT = ("body", "borrow", "ar_weight")
 
 
@@ -285,6 +285,7 @@ def train(
         recipe = IndependentRecipe(
             mask_token_id=mask, layers=own_layers, block_size=block_size or 16, borrows=borrow,
             pretrained=warm, tokenizer=fingerprint(model.tokenizer), seed=seed,
+            markov_rank=markov_rank,
         )  # fmt: skip
     else:
         mask = _mask_token(model, mask_token, rows)

@@ -102,14 +102,20 @@ class BlockRanking:
             max_depths: [S] deepest prefix of each context.
             logits: [S, r, V] scores of the first rows, where they are already known.
         """
-        if self._markov is not None:
-            return self._conditioned(self._markov, hidden, contexts, limits, max_depths)
         depth = hidden.shape[1]
         if logits is None or logits.shape[1] == 0:
             few = hidden.device.type == "cpu" and limits.max_width != 1
             logits = self.logits(hidden[:, : _FIRST_DEPTHS if few else depth])
         logits = logits[:, :depth]
         first = logits.shape[1]
+        if self._markov is not None:
+            found = self._conditioned(self._markov, hidden, contexts, limits, max_depths, logits)
+            if first < depth and not _is_closed(found[0], first, limits, max_depths):
+                logits = torch.cat([logits, self.logits(hidden[:, first:])], dim=1)
+                found = self._conditioned(
+                    self._markov, hidden, contexts, limits, max_depths, logits
+                )
+            return found
         parts = [self._rank(logits, 0, contexts, limits)]
         scored = _enumerate(parts, limits, max_depths)
         if first < depth and not _is_settled(scored, parts[0], limits, max_depths):
@@ -133,9 +139,13 @@ class BlockRanking:
         contexts: Sequence[DraftContext],
         limits: DraftLimits,
         max_depths: Sequence[int],
+        logits: torch.Tensor,
     ) -> tuple[ScoredPrefixes, list[tuple[Ranked, ...]]]:
-        """``best`` where the rows alone name the candidates, and pairs of them have a score."""
-        logits = self.logits(hidden)
+        """``best`` where the rows alone name the candidates, and pairs of them have a score.
+
+        Only rows that ``logits`` has are used.
+        """
+        hidden = hidden[:, : logits.shape[1]]
         width = DraftLimits(num_candidates(limits.max_nodes, logits.shape[-1]))
         ranked = self._rank(logits, 0, contexts, width)
         found = []
@@ -184,6 +194,19 @@ def _enumerate(
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """``torch.stack``, without a copy of a single one."""
     return torch.stack(list(rows)) if len(rows) > 1 else rows[0][None]
+
+
+def _is_closed(
+    scored: ScoredPrefixes, depth: int, limits: DraftLimits, max_depths: Sequence[int]
+) -> bool:
+    """Whether no prefix deeper than ``depth`` is among the best: none is as deep, so no parent."""
+    full = scored.max_nodes == limits.max_nodes
+    for row, max_depth in enumerate(max_depths):
+        count = int(scored.counts[row])
+        done = full and count == limits.max_nodes
+        if max_depth > depth and not (done and scored.depths[row, :count].max() < depth):
+            return False
+    return True
 
 
 def _is_settled(

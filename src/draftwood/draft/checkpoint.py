@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from draftwood.draft.config import DraftConfig
@@ -16,9 +15,10 @@ from draftwood.draft.folder import (
     CONFIG,
     MARKOV,
     find_folder,
+    markov_apart,
     on_disk,
     read_json,
-    read_tensors,
+    read_markov,
     read_weights,
     reading,
     write_folder,
@@ -26,7 +26,6 @@ from draftwood.draft.folder import (
 from draftwood.draft.network import DraftNetwork
 
 _MAP = "d2t"
-_OURS = "markov."
 
 
 def load_draft(
@@ -53,15 +52,7 @@ def load_draft(
     """
     folder = find_folder(path, revision)
     raw = read_json(folder / CONFIG)
-    weights = read_weights(folder)
-    if (folder / MARKOV).is_file():
-        ours = read_tensors(folder / MARKOV)
-        strange = sorted(name for name in ours if not name.startswith(_OURS))
-        if strange:
-            raise ValueError(
-                f"{folder / MARKOV} holds {strange}, which are no part of a Markov head"
-            )
-        weights |= ours
+    weights = read_weights(folder) | read_markov(folder)
     with reading(folder / CONFIG):
         config = parse_config(
             raw,
@@ -97,11 +88,9 @@ def save_draft(
         extra_files: further files of the folder by name, e.g. ``README.md``.
     """
     state = weights.state_dict() if isinstance(weights, DraftNetwork) else weights
-    tensors = on_disk(state, dtype)
+    tensors, ours = markov_apart(on_disk(state, dtype))
     raw = {**config_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
-    ours = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_OURS)}
-    extra = {**({MARKOV: save(ours)} if ours else {}), **(extra_files or {})}
-    return write_folder(path, raw, tensors, extra)
+    return write_folder(path, raw, tensors, {**ours, **(extra_files or {})})
 
 
 def check_compatible(
@@ -159,7 +148,7 @@ def check_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], folde
         elif have.is_floating_point() != want.is_floating_point():
             problems.append(f"{name} is {have.dtype}, must be {want.dtype}")
     if problems:
-        where = f" (those of markov.* are in {MARKOV})" if _OURS in "".join(problems) else ""
+        where = f" (those of markov.* are in {MARKOV})" if "markov." in "".join(problems) else ""
         raise ValueError(
             f"the weights in {folder}{where} do not fit its configuration; fix config.json or the "
             "weights:\n  " + "\n  ".join(problems)

@@ -71,12 +71,7 @@ class DraftConfig:
         if not taps or any(tap < 0 for tap in taps) or len(set(taps)) != len(taps):
             raise ValueError(f"target_layer_ids must be distinct layers ≥ 0, got {list(taps)}")
         check_heads(self.num_attention_heads, self.num_key_value_heads)
-        most = self.hidden_size if self.logit_softcap is None else 0
-        if not 0 <= self.markov_rank <= most:
-            raise ValueError(
-                f"markov_rank must be between 0 and {most} (the hidden size; 0 with a softcap of "
-                f"the logits), got {self.markov_rank}"
-            )
+        check_markov(self.markov_rank, self.hidden_size if self.logit_softcap is None else 0)
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -129,6 +124,19 @@ def check_sizes(config: Any) -> None:
             raise ValueError(f"{name} must be ≥ 1, got {getattr(config, name)}")
     if not 0 < config.rms_norm_eps < 1:
         raise ValueError(f"rms_norm_eps must be between 0 and 1, got {config.rms_norm_eps}")
+
+
+def check_markov(rank: int, most: int) -> None:
+    """Refuse a Markov head that is wider than the network's rows, or that softcapped logits have.
+
+    Raises:
+        ValueError: a rank outside 0 … ``most``.
+    """
+    if not 0 <= rank <= most:
+        raise ValueError(
+            f"markov_rank must be between 0 and {most} (the hidden size; 0 with a softcap of the "
+            f"logits), got {rank}"
+        )
 
 
 def whole(name: str, value: Any) -> int:

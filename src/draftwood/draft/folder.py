@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -21,6 +21,8 @@ INDEX = "model.safetensors.index.json"
 MARKOV = "markov_head.st"
 """Weights of a Markov head (safetensors). Other engines read every ``*.safetensors`` of a folder
 and refuse weights they do not know; without this one it is a plain DFlash drafter to them."""
+
+_OURS = "markov."
 
 # Written by speculators for its own use; the drafter needs none of them.
 _IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -99,6 +101,27 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged ({error}); copy it again") from error
+
+
+def read_markov(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of the folder's Markov head, under their names in the network; none without one."""
+    file = folder / MARKOV
+    if not file.is_file():
+        return {}
+    ours = read_tensors(file)
+    strange = sorted(name for name in ours if not name.startswith(_OURS))
+    if strange:
+        raise ValueError(f"{file} holds {strange}, which are no part of a Markov head")
+    return ours
+
+
+def markov_apart(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, bytes]]:
+    """The weights that every engine knows, and the file of those of a Markov head, if any."""
+    ours = {name: value for name, value in tensors.items() if name.startswith(_OURS)}
+    rest = {name: value for name, value in tensors.items() if name not in ours}
+    return rest, {MARKOV: save(ours)} if ours else {}
 
 
 def on_disk(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from draftwood.draft.independent_branches import Outcomes
 from draftwood.draft.independent_checkpoint import check_fits
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.independent_pass import Rows, new_cache, plan_rows, run_rows
+from draftwood.draft.markov import MarkovTables
 from draftwood.draft.ranking import Ranked
 from draftwood.draft.steering import Columns
 from draftwood.target.model import Target
@@ -73,7 +74,10 @@ class IndependentDrafter:
         network.hasten()
         head = network.head_weight().detach()
         columns = Columns(len(head), target.vocab_size, device=head.device)
-        self._ranking = BlockRanking(head, columns, use_noise=use_noise)
+        markov = None
+        if network.markov is not None:
+            markov = MarkovTables.of(network.markov, network.embed(columns.token_ids), head)
+        self._ranking = BlockRanking(head, columns, use_noise=use_noise, markov=markov)
         self._states: dict[int, _State] = {}
 
     @property
@@ -171,9 +175,16 @@ class IndependentDrafter:
         depth = min(max_depth, limits.max_nodes)
         if depth <= 0:
             return ScoredPrefixes.empty(1)
-        hidden = draft.hidden[None, behind : behind + depth]
+        hidden, logits = draft.hidden[None, behind:], draft.logits[None, behind:]
+        markov = self._network.markov
+        if behind and markov is not None:
+            # the block had a mask where the token that came true is known now
+            anchor = self._network.embed(torch.tensor(context.token_ids[-1:]))
+            first = markov(hidden[:, :1], anchor[None]).to(hidden)
+            hidden = torch.cat([first, hidden[:, 1:]], dim=1)
+            logits = torch.cat([self._ranking.logits(first), logits[:, 1:]], dim=1)
         scored, rankings = self._ranking.best(
-            hidden, [context], limits, [max_depth], draft.logits[None, behind:]
+            hidden[:, :depth], [context], limits, [max_depth], logits
         )
         state = self._state(context.seq_id)
         state.anchor, state.ranked = len(context.token_ids) - 1, rankings[0]

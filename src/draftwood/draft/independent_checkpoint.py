@@ -20,8 +20,10 @@ from draftwood.draft.checkpoint import check_weights
 from draftwood.draft.folder import (
     CONFIG,
     find_folder,
+    markov_apart,
     on_disk,
     read_json,
+    read_markov,
     read_weights,
     reading,
     write_folder,
@@ -84,6 +86,7 @@ def network_from_model(
     pretrained: bool = True,
     tokenizer: str | None = None,
     seed: int = 0,
+    markov_rank: int = 0,
 ) -> IndependentNetwork:
     """A drafter made of (some layers of) a causal language model, in its dtype.
 
@@ -94,6 +97,7 @@ def network_from_model(
         pretrained: False draws all weights anew, for comparison.
         tokenizer: its ``fingerprint``.
         seed: of random weights.
+        markov_rank: width of a Markov head that changes nothing yet; 0 for none.
 
     Raises:
         ValueError: a body of another family, or a layer it does not have.
@@ -108,7 +112,7 @@ def network_from_model(
     kept = tuple(i % count for i in wanted)
     config = body_config(
         raw, block_size=block_size, mask_token_id=mask_token_id, layers=kept,
-        borrows=borrows, tokenizer=tokenizer,
+        borrows=borrows, tokenizer=tokenizer, markov_rank=markov_rank,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -116,12 +120,15 @@ def network_from_model(
         for weight in network.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, 0.0, float(raw.get("initializer_range", 0.02)))
+    if network.markov is not None:
+        network.markov.reset()
     first = next(model.parameters())
     network.to(first.device, first.dtype)
     if pretrained:
         weights = _kept_weights(model.state_dict(), kept)
-        wanted_names = network.state_dict().keys()
-        have = {name: value for name, value in weights.items() if name in wanted_names}
+        own = network.state_dict()
+        have = {name: value for name, value in weights.items() if name in own}
+        have |= {name: own[name] for name in own if name.startswith("markov.")}
         check_weights(network, have, Path(str(raw.get("_name_or_path") or "the body")))
         network.load_state_dict(have)
     return network
@@ -151,6 +158,7 @@ def load_independent(
     with reading(folder / CONFIG):
         config = parse_independent(raw)
     weights = {name.removeprefix(_PREFIX): value for name, value in read_weights(folder).items()}
+    weights |= read_markov(folder)
     with torch.device("meta"):
         network = IndependentNetwork(config)
     check_weights(network, weights, folder)
@@ -173,9 +181,10 @@ def save_independent(
         dtype: of the weights on disk.
         extra_files: further files of the folder by name, e.g. those of the tokenizer.
     """
-    named = {name if name == _HEAD else _PREFIX + name: value for name, value in weights.items()}
+    body, ours = markov_apart(on_disk(weights, dtype))
+    named = {name if name == _HEAD else _PREFIX + name: value for name, value in body.items()}
     raw = {**independent_to_json(config), "dtype": str(dtype).removeprefix("torch.")}
-    return write_folder(path, raw, on_disk(named, dtype), extra_files)
+    return write_folder(path, raw, named, {**ours, **(extra_files or {})})
 
 
 def _kept_weights(

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.draft.config import KIND as DFLASH
-from draftwood.draft.config import SECTION, check_block, check_heads, check_sizes, whole
+from draftwood.draft.config import (
+    SECTION,
+    check_block,
+    check_heads,
+    check_markov,
+    check_sizes,
+    whole,
+)
 from draftwood.draft.rope import RopeConfig
 
 KIND = "independent"
@@ -43,6 +50,7 @@ class IndependentConfig:
         layers: layers of the original body that are kept, by their index there.
         borrows: its embeddings and head are the target's.
         tokenizer: fingerprint of the tokenizer it was trained with; None if not recorded.
+        markov_rank: width of the Markov head (see ``markov``), 0 without one.
     """
 
     raw: Mapping[str, Any] = field(repr=False, compare=False)
@@ -65,6 +73,7 @@ class IndependentConfig:
     layers: tuple[int, ...]
     borrows: bool
     tokenizer: str | None = None
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -75,6 +84,7 @@ class IndependentConfig:
                 "as kept; list each once"
             )
         check_heads(self.num_attention_heads, self.num_key_value_heads)
+        check_markov(self.markov_rank, self.hidden_size)
 
     @property
     def horizon(self) -> int:
@@ -95,6 +105,7 @@ def body_config(
     layers: tuple[int, ...],
     borrows: bool,
     tokenizer: str | None,
+    markov_rank: int = 0,
 ) -> IndependentConfig:
     """A drafter from a language model's ``config.json`` (or ``config.to_dict()``).
 
@@ -147,6 +158,7 @@ def body_config(
         layers=layers,
         borrows=borrows,
         tokenizer=tokenizer,
+        markov_rank=markov_rank,
     )
 
 
@@ -198,6 +210,7 @@ def parse_independent(raw: Mapping[str, Any]) -> IndependentConfig:
         layers=layers,
         borrows=_flag(section, "borrows"),
         tokenizer=section.get("tokenizer"),
+        markov_rank=whole("markov_rank", section.get("markov_rank", 0)),
     )
 
 
@@ -211,6 +224,8 @@ def independent_to_json(config: IndependentConfig) -> dict[str, Any]:
         "borrows": config.borrows,
         "tokenizer": config.tokenizer,
     }
+    if config.markov_rank:
+        section["markov_rank"] = config.markov_rank
     return {**config.raw, SECTION: section}
 
 

@@ -21,6 +21,7 @@ from draftwood.draft.block_attention import attend_blocks
 from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.independent_layers import BodyLayer, Projection
 from draftwood.draft.layers import RMSNorm
+from draftwood.draft.markov import MarkovHead
 from draftwood.draft.native_blocks import NativeBlocks
 from draftwood.draft.products import few_rows
 
@@ -51,6 +52,9 @@ class IndependentNetwork(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             if not config.tied:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.markov: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov = MarkovHead(config.hidden_size, config.markov_rank, config.rms_norm_eps)
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
         self.blocks: NativeBlocks | None = None
 
@@ -103,7 +107,7 @@ class IndependentNetwork(nn.Module):
         smaller.norm, smaller.embed_tokens, smaller.lm_head = (
             self.norm, self.embed_tokens, self.lm_head,
         )  # fmt: skip
-        smaller._lent = self._lent
+        smaller.markov, smaller._lent = self.markov, self._lent
         return smaller.train(self.training)
 
     def target_ids(self) -> None:
@@ -124,6 +128,11 @@ class IndependentNetwork(nn.Module):
         return F.embedding(token_ids.to(self.input_table().device), self.input_table()).to(
             self.device, self.dtype
         )
+
+    def after(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """As ``DraftNetwork.after``: rows [..., B − 1, H] that know the tokens before them."""
+        assert self.markov is not None
+        return self.markov.later(hidden, self.embed(token_ids[..., :-1]))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores [..., vocab] of normed hidden states."""

@@ -55,6 +55,16 @@ class MarkovHead(nn.Module):
         mixed = F.silu(self.state(hidden) + self.token(token)) * (1 + self.gate(token))
         return hidden + self.out(mixed)
 
+    def later(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Rows [..., B − 1, H] of blocks that know the token before them.
+
+        Args:
+            hidden: [..., B − 1, H] normed rows. The first has the anchor in its block and stays.
+            before: [..., B − 2, H] embeddings of the tokens that all but the last stand for.
+        """
+        rows = self(hidden[..., 1:, :], before)
+        return torch.cat([hidden[..., :1, :], rows.to(hidden.dtype)], dim=-2)
+
 
 @dataclass(frozen=True)
 class MarkovTables:
@@ -111,6 +121,22 @@ class MarkovTables:
         before = (..., slice(None, -1), slice(None), slice(None))
         mixed = F.silu(state[..., None, :] + token[before]) * gate[before]
         return mixed @ out[..., 1:, :, :].transpose(-1, -2)
+
+    def shift(
+        self, hidden: torch.Tensor, before: torch.Tensor, columns: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, K] what each candidate's logit gains by the one token before its row.
+
+        Args:
+            hidden: [R, H] normed rows.
+            before: [R] columns of the tokens before.
+            columns: [R, K] candidates of the rows.
+        """
+        token, gate, _ = self.rows[before].chunk(3, dim=-1)
+        state = F.linear(hidden.to(self.state), self.state, self.bias)
+        mixed = F.silu(state + token) * gate
+        out = self.rows[columns].chunk(3, dim=-1)[2]
+        return (out @ mixed[..., None])[..., 0]
 
 
 def conditional(log_probs: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

@@ -86,11 +86,9 @@ class DraftNetwork(nn.Module):
         Args:
             hidden: [..., B − 1, H] normed rows.
             token_ids: [..., B − 1] target ids that the rows stand for; the last one is not read.
-                The first row has the anchor in its block and stays.
         """
         assert self.markov is not None
-        later = self.markov(hidden[..., 1:, :], self.embed(token_ids[..., :-1]))
-        return torch.cat([hidden[..., :1, :], later.to(hidden.dtype)], dim=-2)
+        return self.markov.later(hidden, self.embed(token_ids[..., :-1]))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores [..., head_size] of normed hidden states; columns are *draft* ids."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -80,6 +80,43 @@ def conditional_lengths(
             lengths = table.chain(labels) if budget == CHAIN else table.tree(labels, budget)
             result[budget] = lengths.cpu().numpy()
     return result
+
+
+def chain_lengths(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    tables: MarkovTables | None = None,
+) -> IntArray:
+    """Accepted drafted tokens of the single chain at every anchor.
+
+    The head, most of a small drafter's time, runs only on rows whose earlier rows are right:
+    others cannot be accepted.
+
+    Args:
+        logits_of: [R, H] rows → [R, V].
+        hidden: [A, L, H].
+        labels: [A, L] as in ``accepted_lengths``.
+        tables: condition each depth on the token of the one before, as ``conditional_lengths``.
+    """
+    accepted = torch.zeros(len(labels), dtype=torch.int64, device=hidden.device)
+    alive = torch.arange(len(labels), device=hidden.device)
+    for depth in range(labels.shape[1]):
+        rows = hidden[alive, depth]
+        scores = logits_of(rows)
+        if depth == 0 or tables is None:
+            best = scores.argmax(-1)
+        else:
+            width = num_candidates(labels.shape[1], scores.shape[-1])
+            values, ids = scores.topk(width, dim=-1)
+            values = values + tables.shift(rows, labels[alive, depth - 1], ids)
+            best = ids.gather(1, values.argmax(-1, keepdim=True))[:, 0]
+        alive = alive[best == labels[alive, depth]]
+        accepted[alive] += 1
+        if not len(alive):
+            break
+    lengths: IntArray = accepted.cpu().numpy()
+    return lengths
 
 
 def count_cycles(accepted: IntArray) -> int:

@@ -80,14 +80,13 @@ class Conditionals:
 @torch.no_grad()
 def markov_tables(network: Network) -> MarkovTables | None:
     """Of a network with a Markov head, None for any other."""
-    if isinstance(network, IndependentNetwork) or network.markov is None:
+    if network.markov is None:
         return None
     ids = network.target_ids()
     if ids is None:
         ids = torch.arange(network.config.head_size, device=device_of(network))
-    return MarkovTables.of(
-        network.markov, network.embed(ids), network.head_weight(), network.config.logit_scale
-    )
+    scale = 1.0 if isinstance(network, IndependentNetwork) else network.config.logit_scale
+    return MarkovTables.of(network.markov, network.embed(ids), network.head_weight(), scale)
 
 
 @torch.no_grad()

@@ -101,6 +101,13 @@ class DistillObjective(JointObjective):
         labels = to_column[batch.labels[batch.valid]]
         losses, right = self._losses(hidden[batch.valid], teacher_hidden[batch.valid], labels, head)
         total = (losses * weights).sum() / weights.sum().clamp_min(1e-6)
+        if self.network.markov is not None:
+            after = self.network.after(hidden, batch.labels)
+            with torch.no_grad():
+                teacher_after = self.teacher.after(teacher_hidden, batch.labels)
+            rows = after[batch.valid], teacher_after[batch.valid]
+            follow = (self._losses(*rows, labels, head)[0] * weights).sum()
+            total = (total + follow / weights.sum().clamp_min(1e-6)) / 2
         if self.config.autoregressive > 0:
             next_ids, known = next_tokens(batch)
             ar, _ = self._losses(
@@ -108,9 +115,9 @@ class DistillObjective(JointObjective):
                 to_column[next_ids[known]], head,
             )  # fmt: skip
             total = total + self.config.autoregressive * ar.mean()
-        rows = batch.valid.nonzero()[:, 2]
+        depths = batch.valid.nonzero()[:, 2]
         correct = torch.zeros(horizon, dtype=torch.int64, device=hidden.device)
-        correct.index_add_(0, rows, right.long())
+        correct.index_add_(0, depths, right.long())
         return total, torch.ones_like(total), correct, batch.valid.sum(dim=(0, 1))
 
     def _losses(

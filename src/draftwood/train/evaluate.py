@@ -16,7 +16,13 @@ import torch
 
 from draftwood.draft.block_ranking import MANY
 from draftwood.draft.markov import MarkovTables
-from draftwood.train.accepted import CHAIN, accepted_lengths, conditional_lengths, count_cycles
+from draftwood.train.accepted import (
+    CHAIN,
+    accepted_lengths,
+    chain_lengths,
+    conditional_lengths,
+    count_cycles,
+)
 from draftwood.train.anchors import BlockBatch, Example, anchor_range, make_batch
 from draftwood.train.conditionals import markov_tables
 from draftwood.train.loss import UNKNOWN, draft_ids, inverse_map
@@ -128,33 +134,30 @@ def replay(
 
 @torch.no_grad()
 def loop_cycles(
-    network: Network, example: Example, budget: int, drafted: Drafted | None = None
+    network: Network,
+    example: Example,
+    budget: int,
+    drafted: Drafted | None = None,
+    tables: MarkovTables | None = None,
 ) -> int:
     """Cycles that the loop takes over a response: those of ``replay``, without its accuracy.
 
-    For the chain the head, most of a small drafter's time, runs only on rows whose earlier rows
-    are right; others cannot be accepted.
-
     Args:
-        drafted: ``anchor_hidden``, if the caller has it.
+        drafted, tables: ``anchor_hidden`` and ``markov_tables``, if the caller has them.
     """
-    tables = markov_tables(network)
+    tables = tables or markov_tables(network)
     hidden, batch = drafted or anchor_hidden(network, example)
-    if budget != CHAIN or tables is not None:
+    if budget != CHAIN:
         return replay(network, example, (budget,), tables, (hidden, batch)).cycles[budget]
     to_draft = inverse_map(network.target_ids(), network.config.vocab_size)
     labels = draft_ids(batch.labels[0].to(hidden.device), to_draft)
     labels = labels.masked_fill(~batch.valid[0].to(labels.device), UNKNOWN)
-    accepted = torch.zeros(len(labels), dtype=torch.int64, device=hidden.device)
-    alive = torch.arange(len(labels), device=hidden.device)
-    for depth in range(labels.shape[1]):
-        parts = hidden[alive, depth].split(max(_MAX_SCORES // network.config.head_size, 1))
-        best = torch.cat([_exact_logits(network, rows).argmax(-1) for rows in parts])
-        alive = alive[best == labels[alive, depth]]
-        accepted[alive] += 1
-        if not len(alive):
-            break
-    return count_cycles(accepted.cpu().numpy())
+    step = max(_MAX_SCORES // network.config.head_size, 1)
+    parts = [
+        chain_lengths(lambda x: _exact_logits(network, x), rows, wanted, tables)
+        for rows, wanted in zip(hidden.split(step), labels.split(step), strict=True)
+    ]
+    return count_cycles(np.concatenate(parts))
 
 
 def _exact_logits(network: Network, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.network import DraftNetwork
+from draftwood.train.networks import Network
 from draftwood.train.warm_start import set_vocabulary
 
 # What a layer adds to the residual stream goes through these two.
@@ -44,9 +46,13 @@ def with_layers(network: DraftNetwork, count: int) -> DraftNetwork:
     return grown
 
 
-def with_markov(network: DraftNetwork, rank: int) -> DraftNetwork:
+def with_markov(network: Network, rank: int) -> Network:
     """The same drafter with a Markov head of this rank that changes nothing yet."""
-    grown = DraftNetwork(replace(network.config, markov_rank=rank))
+    grown: Network
+    if isinstance(network, IndependentNetwork):
+        grown = IndependentNetwork(replace(network.config, markov_rank=rank))
+    else:
+        grown = DraftNetwork(replace(network.config, markov_rank=rank))
     assert grown.markov is not None
     grown.markov.reset()
     grown.load_state_dict(network.state_dict(), strict=False)

@@ -29,6 +29,7 @@ class IndependentRecipe:
         pretrained: start from the body's weights; False draws them anew, for comparison.
         tokenizer: ``fingerprint`` of the tokenizer; None if unknown.
         seed: of random weights.
+        markov_rank: width of a Markov head, 0 for none.
     """
 
     mask_token_id: int
@@ -38,6 +39,7 @@ class IndependentRecipe:
     pretrained: bool = True
     tokenizer: str | None = None
     seed: int = 0
+    markov_rank: int = 0
 
     @property
     def can_sample_head(self) -> bool:
@@ -70,6 +72,7 @@ def build_independent(body: nn.Module, recipe: IndependentRecipe) -> Independent
         pretrained=recipe.pretrained,
         tokenizer=recipe.tokenizer,
         seed=recipe.seed,
+        markov_rank=recipe.markov_rank,
     ).float()
     if recipe.borrows:
         inputs = body.get_input_embeddings().weight  # type: ignore[operator]

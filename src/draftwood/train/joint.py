@@ -19,7 +19,8 @@ class JointObjective(Objective):
 
     L_diff is the mean over block rows, weighted by exp(−(j − 1)/γ), L_AR the mean over the
     response's tokens as the unmasked prefix rows predict them; λ = ``config.autoregressive``.
-    Prefix rows see no block, so L_AR is that of the plain language model.
+    Prefix rows see no block, so L_AR is that of the plain language model. With a Markov head the
+    block rows count twice in L_diff, alone and knowing the token before, as in ``BlockObjective``.
     """
 
     network: IndependentNetwork
@@ -50,9 +51,13 @@ class JointObjective(Objective):
         else:
             rows, offsets = head.rows(network.head_weight())
             to_column = head.to_column
-        scores = self._scores(hidden, rows)
-        terms = block_loss(scores, batch, to_column, self.config, offsets)
-        total = terms.total / terms.weight.clamp_min(1e-6)
+        terms = block_loss(self._scores(hidden, rows), batch, to_column, self.config, offsets)
+        total, weight = terms.total, terms.weight
+        if network.markov is not None:
+            scores = self._scores(network.after(hidden, batch.labels), rows)
+            follow = block_loss(scores, batch, to_column, self.config, offsets)
+            total, weight = total + follow.total, weight + follow.weight
+        total = total / weight.clamp_min(1e-6)
         if self.config.autoregressive > 0:
             next_ids, known = next_tokens(batch)
             # only response rows go through the head, and others of weight 0 to fill them up

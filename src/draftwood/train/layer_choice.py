@@ -10,6 +10,7 @@ import torch
 
 from draftwood.draft.independent_network import IndependentNetwork, split_rows
 from draftwood.train.anchors import Example
+from draftwood.train.conditionals import markov_tables
 from draftwood.train.evaluate import Drafted, anchor_batch, anchor_hidden, loop_cycles
 from draftwood.tree.tree import FloatArray
 
@@ -75,11 +76,12 @@ def rank_layers(
         ranking = _by_cosine(network, examples)
         return [one for one in ranking if one.layer in layers]
     seen: list[_Response] = []  # the one at hand
+    tables = markov_tables(network)
 
     def cycles_of(layer: int, example: Example) -> int:
         if not seen or seen[-1].example is not example:
             seen[:] = [_Response(network, example, block_size)]
-        return loop_cycles(network, example, budget, seen[-1].without(layer))
+        return loop_cycles(network, example, budget, seen[-1].without(layer), tables)
 
     return race(cycles_of, layers, examples, confidence)
 

@@ -13,6 +13,7 @@ from draftwood.draft.independent_checkpoint import check_fits, load_independent,
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.target.model import Target
 from draftwood.train.anchors import Example
+from draftwood.train.conditionals import markov_tables
 from draftwood.train.distill import DistillObjective
 from draftwood.train.evaluate import loop_cycles
 from draftwood.train.independent import TokenSource
@@ -267,8 +268,9 @@ class _Run:
         held = [one for one in self._held[: config.num_validation] if one.num_anchors]
         if not held:
             raise ValueError("the held-out replies have no token to predict; generate longer ones")
+        tables = markov_tables(network.eval())
         with self._mixed():
-            cycles = sum(loop_cycles(network.eval(), one, config.budget) for one in held)
+            cycles = sum(loop_cycles(network, one, config.budget, tables=tables) for one in held)
         return sum(one.num_anchors for one in held) / cycles
 
     def _mixed(self) -> AbstractContextManager[Any]:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from draftwood.draft.config import FULL, DraftConfig
-from draftwood.draft.independent_config import IndependentConfig
 from draftwood.draft.network import DraftNetwork
 from draftwood.draft.rope import RopeConfig
 from draftwood.train.networks import Network
@@ -190,8 +189,7 @@ def describe(network: Network, blocks: int, head_columns: int) -> dict[str, floa
     per_layer = sum(p.numel() for p in network.layers[0].parameters() if p.dim() > 1)
     rows = blocks * config.block_size
     head = blocks * config.horizon * head_columns * config.hidden_size
-    rank = 0 if isinstance(config, IndependentConfig) else config.markov_rank
-    if rank:  # its own products, and the head once more
+    if rank := config.markov_rank:  # its own products, and the head once more
         head = 2 * head + rows * 4 * rank * config.hidden_size
     return {
         "parameters": parameters,

@@ -64,7 +64,7 @@ class TrainedStart:
             "init": self.checksum,
             "add_layers": self.add_layers or None,
             "draft_vocab_size": self.draft_vocab_size,
-            "markov_rank": self.markov_rank or getattr(self.config, "markov_rank", 0) or None,
+            "markov_rank": self.markov_rank or self.config.markov_rank or None,
         }
 
 
@@ -84,11 +84,11 @@ def trained_start(
         add_layers: layers to add to a DFlash drafter; at first they change nothing.
         draft_vocab_size: choose a draft vocabulary of this size anew, for a DFlash drafter; None
             keeps the one it has.
-        markov_rank: give a DFlash drafter that has none a Markov head of this width.
+        markov_rank: give a drafter that has none a Markov head of this width.
 
     Raises:
         ValueError: there is no such drafter, it does not fit the target, or it is an independent
-            one, which cannot be changed.
+            one, which cannot get layers or a vocabulary.
     """
     if add_layers < 0:
         raise ValueError(f"add_layers must be ≥ 0, got {add_layers}; layers go by 'prune'")
@@ -101,15 +101,14 @@ def trained_start(
         raise ValueError(f"markov_rank must be ≥ 0, got {markov_rank}; 0 keeps what there is")
     found = trained_folder(drafter, target)
     config = load_fitting(found, target).config
-    if isinstance(config, IndependentConfig):
-        if add_layers or draft_vocab_size is not None or markov_rank:
-            raise ValueError("an independent drafter cannot get layers, a vocabulary or a head")
-    elif markov_rank and config.markov_rank not in (0, markov_rank):
+    if isinstance(config, IndependentConfig) and (add_layers or draft_vocab_size is not None):
+        raise ValueError("an independent drafter cannot get layers or a draft vocabulary")
+    if markov_rank and config.markov_rank not in (0, markov_rank):
         raise ValueError(
             f"the drafter has a Markov head of rank {config.markov_rank}, it cannot get one of "
             f"rank {markov_rank}; leave markov_rank out to go on with it"
         )
-    elif markov_rank:
+    if markov_rank:
         replace(config, markov_rank=markov_rank)  # refused here if it does not fit
     return TrainedStart(found, checksum(found), config, add_layers, draft_vocab_size, markov_rank)
 
@@ -162,10 +161,8 @@ def load_start(start: TrainedStart, model: nn.Module, device: torch.device | str
     if start.add_layers:
         assert isinstance(network, DraftNetwork)
         network = with_layers(network, start.add_layers)
-    if start.markov_rank:
-        assert isinstance(network, DraftNetwork)
-        if network.markov is None:
-            network = with_markov(network, start.markov_rank)
+    if start.markov_rank and network.markov is None:
+        network = with_markov(network, start.markov_rank)
     lend_tables(network, model)
     return network
 
