@@ -32,7 +32,7 @@ from draftwood.train.prune_report import write_csv, write_plot
 from draftwood.train.run import DataUse, train_drafter, unused_token
 from draftwood.train.shards import load_rows
 from draftwood.train.target_side import ResponseRow, split_rows
-from draftwood.train.trainer import TrainConfig
+from draftwood.train.train_config import TrainConfig
 
 # name → (λ, pretrained)
 VARIANTS = {"joint": (1.0, True), "random-init": (1.0, False), "blocks-only": (0.0, True)}

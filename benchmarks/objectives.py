@@ -38,7 +38,7 @@ from draftwood.train.run import DataUse, train_drafter
 from draftwood.train.shards import load_rows
 from draftwood.train.start import TrainedStart, load_fitting, load_start, trained_start
 from draftwood.train.target_side import ResponseRow, build_store, run_target, split_rows
-from draftwood.train.trainer import TrainConfig
+from draftwood.train.train_config import TrainConfig
 
 BUDGETS = (CHAIN, 8, 32, 128)
 START = "start"

@@ -34,7 +34,7 @@ from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_tur
 from draftwood.train.prune_settings import begun_precision
 from draftwood.train.prune_table import best_stage
 from draftwood.train.target_side import ResponseRow, as_example, split_rows
-from draftwood.train.trainer import TrainConfig
+from draftwood.train.train_config import TrainConfig
 from tiny import tiny_model
 from tiny_drafter import tiny_independent_network
 from tiny_folder import save_tiny_folder

@@ -26,7 +26,8 @@ from draftwood.train.independent import IndependentRecipe, TokenSource, build_in
 from draftwood.train.joint import JointObjective, next_tokens
 from draftwood.train.loss import LossConfig
 from draftwood.train.target_side import ResponseRow, as_example
-from draftwood.train.trainer import TrainConfig, Trainer
+from draftwood.train.train_config import TrainConfig
+from draftwood.train.trainer import Trainer
 from draftwood.tree.budget import Chain
 from tiny import tiny_model
 from tiny_drafter import tiny_independent_network

@@ -380,7 +380,7 @@ def test_a_new_drafter_may_have_a_markov_head(target: Target, tmp_path: Path) ->
 
 def outputs(run: train.Trainer) -> list[float]:
     """What a drafter achieves, and the sum of its normed block states on one batch."""
-    batch, head, _ = run._next(4)
+    batch, head, _ = run.batches.draw(run.progress, 4)
     with torch.no_grad():
         total, weight, *_ = run.objective(batch, head)
     return [float(total), float(weight)]

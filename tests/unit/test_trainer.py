@@ -22,7 +22,8 @@ from draftwood.train.anchors import Example
 from draftwood.train.evaluate import evaluate
 from draftwood.train.loss import UNKNOWN, LossConfig
 from draftwood.train.state import RunLog
-from draftwood.train.trainer import TrainConfig, Trainer
+from draftwood.train.train_config import TrainConfig
+from draftwood.train.trainer import Trainer
 from draftwood.train.warm_start import draft_vocabulary, match_norms, set_vocabulary, warm_start
 
 
@@ -144,7 +145,7 @@ def test_non_finite_loss_stops_and_names_the_batch(tmp_path: Path) -> None:
     broken = responses()
     for item in broken:
         item.features[2] = float("nan")
-    run.source = Listed(broken)
+    run.batches.source = Listed(broken)
     with pytest.raises(DraftwoodError, match="response-"):
         run.run()
     assert trainer(tmp_path).progress.step == 1
@@ -175,8 +176,8 @@ def test_interrupted_save_leaves_the_previous_checkpoint(
 
 def test_no_usable_response_is_an_error(tmp_path: Path) -> None:
     run = trainer(tmp_path)
-    run.source = Listed([example(5, 5)])
-    run.source.examples = [replace(run.source.examples[0], response_start=5)]
+    run.batches.source = Listed([example(5, 5)])
+    run.batches.source.examples = [replace(run.batches.source.examples[0], response_start=5)]
     with pytest.raises(ValueError, match="no training response"):
         run.step()
 

@@ -129,7 +129,7 @@ def prune(
     from draftwood.train.prune_settings import begun_precision
     from draftwood.train.prune_table import best_stage
     from draftwood.train.shards import load_rows
-    from draftwood.train.trainer import TrainConfig
+    from draftwood.train.train_config import TrainConfig
 
     if steps is None and minutes is None:
         raise typer.BadParameter(

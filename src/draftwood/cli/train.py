@@ -220,7 +220,7 @@ def train(
     from draftwood.train.run import DataUse, train_drafter
     from draftwood.train.shards import load_rows
     from draftwood.train.start import trained_start
-    from draftwood.train.trainer import TrainConfig
+    from draftwood.train.train_config import TrainConfig
 
     if max_minutes is None and max_steps is None and not dry_run:
         raise typer.BadParameter("a run needs an end: give --max-minutes or --max-steps")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from draftwood.train.synthesis import synthesise as synthesise
     from draftwood.train.target_side import LiveSource as LiveSource
     from draftwood.train.target_side import build_store as build_store
-    from draftwood.train.trainer import TrainConfig as TrainConfig
+    from draftwood.train.train_config import TrainConfig as TrainConfig
     from draftwood.train.trainer import Trainer as Trainer
 
 _HOME = {

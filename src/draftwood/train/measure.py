@@ -22,7 +22,7 @@ from draftwood.train.recipe import describe
 from draftwood.train.run import DataUse, Start, prepare
 from draftwood.train.start import load_fitting, trained_folder
 from draftwood.train.target_side import ResponseRow, as_example, run_target, split_rows
-from draftwood.train.trainer import TrainConfig
+from draftwood.train.train_config import TrainConfig
 
 
 def dry_run(

@@ -23,7 +23,8 @@ from draftwood.train.prune_cost import pass_seconds
 from draftwood.train.prune_settings import require_continued, run_settings
 from draftwood.train.prune_table import Stage, Table
 from draftwood.train.target_side import ResponseRow, as_example, split_rows
-from draftwood.train.trainer import TrainConfig, Trainer
+from draftwood.train.train_config import TrainConfig
+from draftwood.train.trainer import Trainer
 
 _DRAFT = "draft"
 # So many of a round's best layers, per place, compete for its next place.

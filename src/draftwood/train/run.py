@@ -14,6 +14,7 @@ from torch import nn
 from draftwood.draft.independent_network import IndependentNetwork
 from draftwood.draft.network import DraftNetwork
 from draftwood.train.anchors import Example
+from draftwood.train.batches import ExampleSource
 from draftwood.train.evaluate import Acceptance
 from draftwood.train.features import StoreSource
 from draftwood.train.grow import with_vocabulary
@@ -24,7 +25,8 @@ from draftwood.train.run_file import HELD_OUT, read_run, write_run
 from draftwood.train.start import TrainedStart, check_masks, lend_tables, load_start
 from draftwood.train.state import HeardLog, RunLog, latest_checkpoint
 from draftwood.train.target_side import LiveSource, ResponseRow, build_store, split_rows
-from draftwood.train.trainer import DRAFT, ExampleSource, TrainConfig, Trainer
+from draftwood.train.train_config import TrainConfig
+from draftwood.train.trainer import DRAFT, Trainer
 from draftwood.train.untrained import first_network, first_vocabulary
 
 FEATURES = "features"

@@ -1,4 +1,4 @@
-"""The training loop: steps, schedule, evaluation, checkpoints and exact resume."""
+"""The training loop: steps, evaluation, checkpoints and exact resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +14,11 @@ import torch
 from draftwood.draft.network import DraftNetwork
 from draftwood.errors import DraftwoodError
 from draftwood.train.accepted import CHAIN
-from draftwood.train.anchors import BlockBatch, Example, choose_anchors
+from draftwood.train.anchors import Example
+from draftwood.train.batches import Batches, ExampleSource
 from draftwood.train.evaluate import Acceptance, evaluate
-from draftwood.train.loss import LossConfig
 from draftwood.train.networks import Network, device_of, save_network
-from draftwood.train.objective import BlockObjective, HeadSample, Objective
-from draftwood.train.order import PlannedBatch, plan_epoch
-from draftwood.train.schedule import Schedule
+from draftwood.train.objective import BlockObjective, Objective
 from draftwood.train.state import (
     HeardLog,
     Progress,
@@ -29,67 +27,10 @@ from draftwood.train.state import (
     load_checkpoint,
     save_checkpoint,
 )
+from draftwood.train.train_config import TrainConfig
 
 DRAFT = "draft"
 """Folder of the drafter inside that of its run."""
-
-
-class ExampleSource(Protocol):
-    """Training responses by index; may grow between epochs (``refresh``)."""
-
-    def refresh(self) -> None: ...
-    def __len__(self) -> int: ...
-    def num_anchors(self, index: int) -> int: ...
-    def name(self, index: int) -> str: ...
-    def example(self, index: int) -> Example: ...
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """A run.
-
-    Attributes:
-        learning_rate, warmup_steps, max_steps, max_minutes: see ``Schedule``.
-        weight_decay, betas, clip: AdamW and gradient norm limit.
-        blocks: blocks of one micro-batch (of one process).
-        blocks_per_response: most anchors drawn from one response at a time.
-        accumulate: micro-batches per step.
-        short_block, short_share: train with this smaller block during the first share of the
-            run; near positions are learned first and cheaper. 0 turns it off.
-        head_negatives: train through a sample of the head, everything the batch asks for plus
-            this many others; 0 uses all of it. A DFlash drafter needs a head of its own for it.
-        train_head: whether the drafter's own head and embeddings are trained or stay as they
-            started.
-        ema_decay: keep an exponential moving average of the weights for evaluation and saving.
-        eval_minutes, save_minutes: how often (training time); both also happen at the end.
-        log_steps: steps per log record.
-        seed: of data order, anchors and head samples.
-        loss: the objective.
-    """
-
-    learning_rate: float = 1e-3
-    warmup_steps: int = 30
-    max_steps: int | None = None
-    max_minutes: float | None = None
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0
-    blocks: int = 256
-    blocks_per_response: int = 64
-    accumulate: int = 1
-    short_block: int = 0
-    short_share: float = 0.0
-    head_negatives: int = 0
-    train_head: bool = True
-    ema_decay: float = 0.0
-    eval_minutes: float = 10.0
-    save_minutes: float = 5.0
-    log_steps: int = 10
-    seed: int = 0
-    loss: LossConfig = field(default_factory=LossConfig)
-
-    def schedule(self) -> Schedule:
-        return Schedule(self.learning_rate, self.warmup_steps, self.max_steps, self.max_minutes)
 
 
 @dataclass
@@ -126,12 +67,15 @@ class Trainer:
         task = network if isinstance(network, Objective) else BlockObjective(network, config.loss)
         if config.head_negatives and not task.can_sample_head:
             raise ValueError("head_negatives needs a drafter with a head of its own; set it to 0")
-        self.config, self.folder, self.source, self.validation = config, folder, source, validation
+        self.config, self.folder, self.validation = config, folder, validation
         self.task, self.network = task, task.network
         self.accelerator = accelerator
         self.rank = accelerator.process_index if accelerator else 0
         self.world = accelerator.num_processes if accelerator else 1
         self.device = accelerator.device if accelerator else device_of(self.network)
+        self.batches = Batches(
+            source, task, config, rank=self.rank, world=self.world, device=self.device
+        )
         self.schedule = config.schedule()
         self.progress = Progress()
         task.train_tables(config.train_head)
@@ -150,47 +94,6 @@ class Trainer:
         self.log: RunLog | HeardLog | None = (
             RunLog(folder, step=self.progress.step if resumed else None) if self.rank == 0 else None
         )
-        self._plan: list[PlannedBatch] = []
-
-    # -- data ------------------------------------------------------------------------------
-
-    def _replan(self, fresh: bool) -> None:
-        """Plan the current epoch; a fresh one takes in responses that appeared meanwhile."""
-        if fresh:
-            self.source.refresh()
-            self.progress.num_records = len(self.source)
-        self._plan = plan_epoch(
-            [self.source.num_anchors(i) for i in range(self.progress.num_records)],
-            blocks=self.config.blocks,
-            blocks_per_response=self.config.blocks_per_response,
-            seed=self.config.seed,
-            epoch=self.progress.epoch,
-        )
-        if not self._plan:
-            raise ValueError("no training response has two tokens; generate responses first")
-
-    def _next(self, block_size: int) -> tuple[BlockBatch, HeadSample | None, str]:
-        """This process's next micro-batch; all processes advance the same cursor."""
-        if not self._plan:
-            self._replan(fresh=self.progress.cursor == 0)
-        if self.progress.cursor >= len(self._plan):
-            self.progress.epoch += 1
-            self.progress.cursor = 0
-            self._replan(fresh=True)
-        index = self.progress.cursor + self.rank
-        planned = self._plan[index % len(self._plan)]
-        self.progress.cursor += self.world
-        rng = np.random.default_rng([self.config.seed, self.progress.epoch, index, 1])
-        examples = [self.source.example(i) for i in planned.responses]
-        anchors = [
-            choose_anchors(rng, e.response_start, len(e.token_ids), planned.num_anchors)
-            for e in examples
-        ]
-        batch, head = self.task.draw(
-            examples, anchors, block_size=block_size, num_negatives=self.config.head_negatives,
-            rng=rng, device=self.device,
-        )  # fmt: skip
-        return batch, head, ", ".join(self.source.name(i) for i in planned.responses)
 
     def _block_size(self) -> int:
         full = self.network.config.block_size
@@ -209,7 +112,9 @@ class Trainer:
         """
         rate = self.schedule.rate(self.progress.step, self.progress.elapsed_s)
         block_size = self._block_size()
-        parts = [self._next(block_size) for _ in range(self.config.accumulate)]
+        parts = [
+            self.batches.draw(self.progress, block_size) for _ in range(self.config.accumulate)
+        ]
         loss = first = counted = 0.0
         for batch, head, names in parts:
             total, weight, correct, seen = self.objective(batch, head)
@@ -258,7 +163,7 @@ class Trainer:
             evaluate_first: also before the first step: what there is to improve on.
         """
         config, progress = self.config, self.progress
-        self._record("start", {"config": asdict(config), "responses": len(self.source)})
+        self._record("start", {"config": asdict(config), "responses": len(self.batches.source)})
         if evaluate_first and progress.step == 0:
             self.evaluate()
         evaluated = saved = progress.elapsed_s
@@ -352,10 +257,11 @@ class Trainer:
             self.average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = replace(self.progress, **state["progress"])
-        if self.progress.num_records > len(self.source):
+        planned, now = self.progress.num_records, len(self.batches.source)
+        if planned > now:
             raise ValueError(
-                f"the run in {self.folder} was planned with {self.progress.num_records} replies, "
-                f"now there are {len(self.source)}; restore the others, or choose another folder"
+                f"the run in {self.folder} was planned with {planned} replies, now there are "
+                f"{now}; restore the others, or choose another folder"
             )
         return True
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from draftwood.draft.network import DraftNetwork
+from draftwood.train.batches import ExampleSource
 from draftwood.train.features import StoreSource
 from draftwood.train.recipe import Recipe, build_drafter
 from draftwood.train.target_side import ResponseRow, run_target
-from draftwood.train.trainer import ExampleSource
 from draftwood.train.warm_start import draft_vocabulary
 from draftwood.tree.tree import FloatArray
 
