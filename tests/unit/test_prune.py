@@ -265,6 +265,9 @@ def test_every_depth_is_recorded_and_loads(
     for one in table.stages:
         passes_s = one.draft_s + one.verify_s
         assert one.speedup == pytest.approx(one.tau * one.plain_s / passes_s)
+    logs = [(Path(one.folder).parent / "log.jsonl").read_text() for one in table.stages[1:]]
+    seeds = [json.loads(log.splitlines()[0])["config"]["seed"] for log in logs]
+    assert len(set(seeds)) == len(seeds)  # each recovers on other replies
     assert best_stage(table).speedup == max(one.speedup for one in table.stages)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,8 @@ class _Run:
 
     def _recover(self, pruned: IndependentNetwork, where: Path, recovery: TrainConfig) -> None:
         pruned.requires_grad_(True).train()
+        # other replies, and other parts of them, than the recovery before
+        recovery = replace(recovery, seed=recovery.seed + len(pruned.layers))
         objective = DistillObjective(pruned, self.teacher, recovery.loss, self.config.margin)
         # nothing is evaluated by the trainer: what it saves is measured after
         source, mixed = TokenSource(self._train), self._accelerator
