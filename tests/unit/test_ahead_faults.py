@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
@@ -265,6 +267,55 @@ def test_half_a_message_does_not_hold_up_the_engine() -> None:
     assert time.monotonic() - begin < 30.0
     channel.close()
     assert isinstance(channel.receive(20.0), Failed)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_starting_a_process_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    go = threading.Event()
+    start = BaseProcess.start
+
+    def slowly(self: BaseProcess) -> None:
+        assert go.wait(30.0)
+        start(self)
+
+    monkeypatch.setattr(BaseProcess, "start", slowly)
+    channel = InProcess(Faulty({}, None, make=independent), num_threads=1, method="forkserver")()
+    assert channel.receive(0.0) is None
+    if is_closed:
+        channel.close()
+    go.set()
+    assert isinstance(channel.receive(30.0), Failed if is_closed else Ready)
+    channel.close()
+
+
+def test_a_process_that_cannot_start_has_failed() -> None:
+    channel = InProcess(lambda: independent(), num_threads=1, method="forkserver")()
+    failed = channel.receive(30.0)  # a lambda cannot be pickled
+    assert isinstance(failed, Failed)
+    assert "did not start" in failed.error
+    channel.close()
+
+
+class NamesVariable:
+    """Fails with the value of an environment variable of the worker."""
+
+    def __call__(self) -> Drafter:
+        raise ValueError(f"value: {os.environ.get('DRAFTWOOD_TEST')}")
+
+
+def test_a_process_has_the_environment_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("one", "two", None):
+        if value is None:
+            monkeypatch.delenv("DRAFTWOOD_TEST")
+        else:
+            monkeypatch.setenv("DRAFTWOOD_TEST", value)
+        channel = InProcess(NamesVariable(), num_threads=1, method="forkserver")()
+        failed = channel.receive(30.0)
+        assert isinstance(failed, Failed)
+        assert f"value: {value}" in failed.error
+        channel.close()
 
 
 class Late:

@@ -29,10 +29,10 @@ from draftwood.train.distill import DistillObjective, distillation_loss, smalles
 from draftwood.train.evaluate import anchor_hidden, loop_cycles
 from draftwood.train.layer_choice import ORDERS, _Response, race, rank_layers
 from draftwood.train.loss import LossConfig
-from draftwood.train.prune import PruneConfig, prune_drafter
+from draftwood.train.prune import PruneConfig, _begin_round, _Run, prune_drafter
 from draftwood.train.prune_cost import PassSeconds, pass_seconds, seconds_in_turn
 from draftwood.train.prune_settings import begun_precision
-from draftwood.train.prune_table import best_stage
+from draftwood.train.prune_table import Table, best_stage
 from draftwood.train.target_side import ResponseRow, as_example, split_rows
 from draftwood.train.train_config import TrainConfig
 from tiny import tiny_model
@@ -373,6 +373,61 @@ def test_an_interrupted_run_continues(
         prune_drafter(drafter, target, ROWS, tmp_path / "parts", settings(margin=0.5))
 
 
+def test_a_depth_that_is_reached_in_another_way_is_begun_anew(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tiny_independent_network(target, block_size=4, num_layers=6)
+    start = save_independent(tmp_path / "start", deep.config, deep.state_dict(), dtype=deep.dtype)
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def prune(folder: str, depth: int) -> Table:
+        config = settings(per_round=2, min_depth=depth, ranking_block=2)
+        return prune_drafter(start, target, ROWS, tmp_path / folder, config)
+
+    prune("a", 6)
+    with monkeypatch.context() as patch:
+        patch.setattr("draftwood.train.prune._Run._add", fails)
+        with pytest.raises(KeyboardInterrupt):
+            prune("a", 4)  # recovered, but not in the table
+    for folder in "ab":
+        prune(folder, 5)
+    one, other = (prune(folder, 4) for folder in "ab")
+    assert [s.layers for s in one.stages] == [s.layers for s in other.stages]
+    weights = [load_independent(table.stages[-1].folder).state_dict() for table in (one, other)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_runs_of_before_there_were_rounds_continue(
+    drafter: Path, target: Target, tmp_path: Path
+) -> None:
+    config = settings(recovery=None, order="last", min_depth=2)
+    prune_drafter(drafter, target, ROWS, tmp_path, config)
+    file = tmp_path / "prune.json"
+    raw = json.loads(file.read_text())
+    for name in ("per_round", "ranking_block"):
+        del raw["settings"][name]
+    raw["stages"][0]["removed"], raw["stages"][1]["removed"] = None, 2
+    file.write_text(json.dumps(raw))
+    table = prune_drafter(drafter, target, ROWS, tmp_path, replace(config, min_depth=1))
+    assert [one.removed for one in table.stages] == [(), (2,), (1,)]
+
+
+@pytest.mark.parametrize("layers", [[], [1, 77], [-1, 0], ["x"]])
+def test_a_damaged_ranking_is_named(
+    drafter: Path, target: Target, tmp_path: Path, layers: list[object]
+) -> None:
+    config = settings(recovery=None, per_round=2)
+    begin = _Run(str(drafter), target, ROWS[:3], EXAMPLES[3:5], tmp_path, config, None)
+    where = tmp_path / "depth-01"
+    _begin_round(where, begin.table.stages[0].layers)
+    kept = [{"layer": layer, "score": 1.0} for layer in layers]
+    (where / "ranking-0.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match=r"ranking-0\.json is damaged"):
+        begin.next_stage()
+
+
 def test_depths_without_their_table_are_refused(
     drafter: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,6 +579,11 @@ def test_a_bad_recovery_is_refused_before_anything_is_done(change: dict[str, obj
 def test_a_bad_setting_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}$"):
         settings(**{name: value})
+
+
+def test_short_blocks_are_for_layers_that_draft_to_compete() -> None:
+    with pytest.raises(ValueError, match=r"^ranking_block must be 0 .*cosine"):
+        settings(order="cosine", ranking_block=4)
 
 
 def test_targets_end_the_run(drafter: Path, target: Target, tmp_path: Path) -> None:

@@ -154,14 +154,14 @@ class ProcessChannel:
         if options.method == "forkserver":
             # takes effect where no server runs yet
             context.set_forkserver_preload([__name__, *_PRELOADED])
-        self._pipe, theirs = context.Pipe()
+        self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(  # type: ignore[attr-defined]
-            target=_run_process, args=(theirs, options), name="draftwood-ahead", daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        # A full pipe, or half a message, would block the engine when the worker hangs, so other
-        # threads write and read.
+            target=_run_process, args=(self._theirs, options, dict(os.environ)),
+            name="draftwood-ahead", daemon=True,
+        )  # fmt: skip
+        self._guard, self._closed = threading.Lock(), False
+        # Starting takes seconds, and a full pipe or half a message would block the engine when the
+        # worker hangs, so other threads start it, write and read.
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         for name, run in (("write", self._write), ("read", self._read)):
@@ -169,7 +169,7 @@ class ProcessChannel:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker."""
+        """Of the worker; None until it has begun."""
         return self._process.pid
 
     def send(self, request: Request) -> None:
@@ -183,9 +183,27 @@ class ProcessChannel:
 
     def close(self) -> None:
         self._outgoing.put(None)
-        self._process.kill()
+        with self._guard:
+            self._closed = True
+            begun = self._process.pid is not None
+        if begun:  # otherwise ``_read`` does it
+            self._process.kill()
+
+    def _begin(self) -> None:
+        self._process.start()
+        self._theirs.close()
+        with self._guard:
+            late = self._closed
+        if late:
+            self._process.kill()
 
     def _read(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:  # no memory for another process, a factory that is not picklable
+            self._theirs.close()
+            self._incoming.put(Failed(f"the worker process did not start ({error!r})"))
+            return
         try:
             while True:
                 self._incoming.put(self._pipe.recv())
@@ -197,10 +215,13 @@ class ProcessChannel:
             while (request := self._outgoing.get()) is not None:
                 self._pipe.send(request)
         except Exception:  # the worker is gone, or a request cannot be pickled
-            self._process.kill()  # ``receive`` notices at once
+            self.close()  # ``receive`` notices at once
 
 
-def _run_process(pipe: Connection, options: InProcess) -> None:
+def _run_process(pipe: Connection, options: InProcess, environment: dict[str, str]) -> None:
+    if os.environ != environment:  # a fork server has that of its own start
+        os.environ.clear()
+        os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     if options.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, options.cores)

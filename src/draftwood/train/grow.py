@@ -56,7 +56,8 @@ def with_markov(network: Network, rank: int) -> Network:
     assert grown.markov is not None
     grown.markov.reset()
     grown.load_state_dict(network.state_dict(), strict=False)
-    return grown
+    like = network.norm.weight
+    return grown.to(like.device, like.dtype)
 
 
 @torch.no_grad()

@@ -76,7 +76,8 @@ def rank_layers(
         ranking = _by_cosine(network, examples)
         return [one for one in ranking if one.layer in layers]
     seen: list[_Response] = []  # the one at hand
-    tables = markov_tables(network)
+    with torch.autocast(network.device.type, enabled=False):  # scores are never in mixed precision
+        tables = markov_tables(network)
 
     def cycles_of(layer: int, example: Example) -> int:
         if not seen or seen[-1].example is not example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +54,8 @@ class PruneConfig:
         confidence: standard errors at which a layer is out of the race.
         num_ranking: most held-out responses that layers are compared on.
         ranking_block: rows of the blocks that layers are compared on; 0: as many as the drafter's.
-            Half as many take half the time, and count all but the longest acceptances.
+            Half as many take half the time; longer acceptances are cut, and a block of fewer masks
+            may draft a little differently.
         num_validation: most held-out responses that τ is measured on.
         held_out_percent, max_len: see ``DataUse``.
         context_len: tokens of context at which latency is measured, at most.
@@ -94,6 +96,12 @@ class PruneConfig:
             ("speedup", self.speedup, self.speedup is None or self.speedup > 0, "positive"),
             ("held_out_percent", percent, 0 < percent < 100, "more than 0 and less than 100"),
             ("ranking_block", rows, rows != 1, "0 or at least 2, an anchor and a mask"),
+            (
+                "ranking_block",
+                rows,
+                rows == 0 or self.order == "acceptance",
+                f"0 where layers do not draft to compete (order {self.order!r})",
+            ),
         ):
             if not is_fine:
                 raise ValueError(f"{name} must be {wanted}, got {value}")
@@ -143,6 +151,19 @@ def prune_drafter(
         run.next_stage()
 
 
+def _begin_round(where: Path, layers: Sequence[int]) -> None:
+    """The folder of a round that removes some of ``layers``, continued if it is the same round.
+
+    A depth may be reached from several others, if a run was told to stop at another one first.
+    """
+    marker = where / "round.json"
+    begun = {"from": list(layers)}
+    if where.is_dir() and not (marker.is_file() and read_kept(marker) == begun):
+        shutil.rmtree(where)
+    where.mkdir(exist_ok=True)
+    write_kept(marker, begun)
+
+
 class _Run:
     """One call of ``prune_drafter``."""
 
@@ -190,7 +211,7 @@ class _Run:
         pruned = self._load(last.folder)
         count = min(self.config.per_round, last.depth - self.config.min_depth)
         where = self._folder / f"depth-{last.depth - count:02d}"
-        where.mkdir(exist_ok=True)
+        _begin_round(where, last.layers)
         removed: list[int] = []
         among: list[int] | None = None
         for place in range(count):
@@ -225,8 +246,9 @@ class _Run:
             write_kept(file, [asdict(one) for one in ranking])
         try:
             kept = [LayerScore(**one) for one in read_kept(file)]
-            if not 0 <= kept[0].layer < len(network.layers):
-                raise IndexError(f"there is no layer {kept[0].layer}")
+            strange = [one.layer for one in kept if not 0 <= one.layer < len(network.layers)]
+            if strange or not kept:
+                raise IndexError(f"there are no layers {strange}")
             return kept
         except (IndexError, KeyError, TypeError) as error:
             raise damaged(file, repr(error)) from error

@@ -19,6 +19,7 @@ _WEIGHTS, _REPLIES, _TARGET = "drafter's weights", "replies", "target's weights"
 _DIGESTS = (_WEIGHTS, _REPLIES, _TARGET)
 _STOPS = ("min_depth", "keep_tau", "speedup")
 _PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_NEWER = {"per_round": 1, "ranking_block": 0}  # no choices once, and this was done
 _SAMPLES = 64  # values of each weight that tell targets apart
 
 
@@ -58,7 +59,7 @@ def require_continued(kept: Mapping[str, Any], now: Mapping[str, Any], folder: P
         ValueError: they differ; the message says in what.
     """
     # the choices first: weights in another dtype are other weights too
-    require_same(_choices(kept), _choices(now), folder, "a pruning run")
+    require_same({**_NEWER, **_choices(kept)}, _choices(now), folder, "a pruning run")
     for what in _DIGESTS:
         if kept.get(what) != now[what]:
             raise ValueError(

@@ -84,7 +84,9 @@ class Table:
         raw = read_kept(file)
         try:
             stages = [
-                Stage(**{**one, "layers": tuple(one["layers"]), "removed": tuple(one["removed"])})
+                Stage(
+                    **{**one, "layers": tuple(one["layers"]), "removed": _several(one["removed"])}
+                )
                 for one in raw.pop("stages")
             ]
             table = Table(**raw, stages=[])
@@ -104,6 +106,13 @@ class Table:
         if not isinstance(table.settings, dict):
             raise damaged(file, "no settings")
         return table
+
+
+def _several(removed: list[int] | int | None) -> tuple[int, ...]:
+    """One layer a round was once written as a number, none as null."""
+    if removed is None or isinstance(removed, int):
+        return () if removed is None else (removed,)
+    return tuple(removed)
 
 
 def best_stage(table: Table, keep_tau: float = 0.0) -> Stage:
