@@ -77,7 +77,7 @@ _HOME = {
     "synthesise": "synthesis",
     "LiveSource": "target_side",
     "build_store": "target_side",
-    "TrainConfig": "trainer",
+    "TrainConfig": "train_config",
     "Trainer": "trainer",
 }
 
