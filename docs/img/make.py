@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PROMPT = "Write a Python class Point with methods to add, subtract and scale."
 WINDOW = (1120, 900)
-CYCLES = 26  # how often "next cycle" is pressed
+CYCLES = 6  # how often "next cycle" is pressed
 # Text and tree: what is above and below them has timings, which nobody should take for results.
 CLIP = """
 const columns = document.querySelector(".columns").getBoundingClientRect();
