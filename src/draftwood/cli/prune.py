@@ -180,8 +180,8 @@ def prune(
 def _show(stage: Stage) -> None:
     removed = f" without {', '.join(map(str, stage.removed))}" if stage.removed else ""
     note(
-        f"{stage.depth} layers{removed} · τ {stage.tau:.3f} · draft {1e3 * stage.draft_s:.1f} ms, "
-        f"{stage.draft_passes:.2f} target passes"
+        f"{stage.depth} layer{'s' * (stage.depth > 1)}{removed} · τ {stage.tau:.3f} · "
+        f"draft {1e3 * stage.draft_s:.1f} ms, {stage.draft_passes:.2f} target passes"
     )
 
 
