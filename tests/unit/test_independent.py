@@ -277,9 +277,13 @@ def test_a_soft_hit_drops_the_rows_that_came_true(
     tell(drafter, [TOKENS[9], 11], start=9)
     now = context([*TOKENS[:10], 11, 50])
     assert draft.serves(now) == 1
-    scored = drafter.adopt([now], [draft], DraftLimits(64))  # 64 ≥ VOCAB: all are candidates
     rows = block_rows(network, [*TOKENS[:10], 11])
     alone = network.logits(rows).log_softmax(-1)
+    if network.markov is None:
+        scored = drafter.adopt([now], [draft], DraftLimits(7, 1))
+        expected = alone[1:].argmax(-1)
+        assert scored.token_ids[0, : scored.counts[0]].tolist() == expected.tolist()
+    scored = drafter.adopt([now], [draft], DraftLimits(64))  # 64 ≥ VOCAB: all are candidates
     changed = 0
     for path, log_prob in zip(paths(scored, 0), scored.log_probs[0], strict=True):
         known = torch.tensor([50, *path, *[0] * (len(rows) - 1 - len(path))])

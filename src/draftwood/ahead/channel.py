@@ -153,13 +153,13 @@ class ProcessChannel:
         context = multiprocessing.get_context(options.method)
         if options.method == "forkserver":
             # takes effect where no server runs yet
-            context.set_forkserver_preload([__name__, *_PRELOADED])
+            context.set_forkserver_preload(list(_PRELOADED))
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_run_process, args=(self._theirs, options, dict(os.environ)),
             name="draftwood-ahead", daemon=True,
         )  # fmt: skip
-        self._guard, self._closed = threading.Lock(), False
+        self._closed = False
         # Starting takes seconds, and a full pipe or half a message would block the engine when the
         # worker hangs, so other threads start it, write and read.
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -183,18 +183,14 @@ class ProcessChannel:
 
     def close(self) -> None:
         self._outgoing.put(None)
-        with self._guard:
-            self._closed = True
-            begun = self._process.pid is not None
-        if begun:  # otherwise ``_read`` does it
+        self._closed = True  # before looking: ``_begin`` begins before it looks at this
+        if self._process.pid is not None:
             self._process.kill()
 
     def _begin(self) -> None:
         self._process.start()
         self._theirs.close()
-        with self._guard:
-            late = self._closed
-        if late:
+        if self._closed:
             self._process.kill()
 
     def _read(self) -> None:

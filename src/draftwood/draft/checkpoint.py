@@ -14,6 +14,7 @@ from draftwood.draft.config_json import config_to_json, parse_config
 from draftwood.draft.folder import (
     CONFIG,
     MARKOV,
+    MARKOV_PREFIX,
     find_folder,
     markov_apart,
     on_disk,
@@ -148,7 +149,9 @@ def check_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], folde
         elif have.is_floating_point() != want.is_floating_point():
             problems.append(f"{name} is {have.dtype}, must be {want.dtype}")
     if problems:
-        where = f" (those of markov.* are in {MARKOV})" if "markov." in "".join(problems) else ""
+        where = (
+            f" (those of markov.* are in {MARKOV})" if MARKOV_PREFIX in "".join(problems) else ""
+        )
         raise ValueError(
             f"the weights in {folder}{where} do not fit its configuration; fix config.json or the "
             "weights:\n  " + "\n  ".join(problems)

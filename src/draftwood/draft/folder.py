@@ -22,7 +22,8 @@ MARKOV = "markov_head.st"
 """Weights of a Markov head (safetensors). Other engines read every ``*.safetensors`` of a folder
 and refuse weights they do not know; without this one it is a plain DFlash drafter to them."""
 
-_OURS = "markov."
+MARKOV_PREFIX = "markov."
+"""Of the names of these weights in a network."""
 
 # Written by speculators for its own use; the drafter needs none of them.
 _IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -109,7 +110,7 @@ def read_markov(folder: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         return {}
     ours = read_tensors(file)
-    strange = sorted(name for name in ours if not name.startswith(_OURS))
+    strange = sorted(name for name in ours if not name.startswith(MARKOV_PREFIX))
     if strange:
         raise ValueError(f"{file} holds {strange}, which are no part of a Markov head")
     return ours
@@ -119,7 +120,7 @@ def markov_apart(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, bytes]]:
     """The weights that every engine knows, and the file of those of a Markov head, if any."""
-    ours = {name: value for name, value in tensors.items() if name.startswith(_OURS)}
+    ours = {name: value for name, value in tensors.items() if name.startswith(MARKOV_PREFIX)}
     rest = {name: value for name, value in tensors.items() if name not in ours}
     return rest, {MARKOV: save(ours)} if ours else {}
 

@@ -19,6 +19,7 @@ from torch import nn
 from draftwood.draft.checkpoint import check_weights
 from draftwood.draft.folder import (
     CONFIG,
+    MARKOV_PREFIX,
     find_folder,
     markov_apart,
     on_disk,
@@ -128,7 +129,7 @@ def network_from_model(
         weights = _kept_weights(model.state_dict(), kept)
         own = network.state_dict()
         have = {name: value for name, value in weights.items() if name in own}
-        have |= {name: own[name] for name in own if name.startswith("markov.")}
+        have |= {name: own[name] for name in own if name.startswith(MARKOV_PREFIX)}
         check_weights(network, have, Path(str(raw.get("_name_or_path") or "the body")))
         network.load_state_dict(have)
     return network

@@ -100,14 +100,13 @@ class DistillObjective(JointObjective):
         weights = decay.expand(batch.valid.shape)[batch.valid]
         labels = to_column[batch.labels[batch.valid]]
         losses, right = self._losses(hidden[batch.valid], teacher_hidden[batch.valid], labels, head)
-        total = (losses * weights).sum() / weights.sum().clamp_min(1e-6)
         if self.network.markov is not None:
             after = self.network.after(hidden, batch.labels)
             with torch.no_grad():
                 teacher_after = self.teacher.after(teacher_hidden, batch.labels)
             rows = after[batch.valid], teacher_after[batch.valid]
-            follow = (self._losses(*rows, labels, head)[0] * weights).sum()
-            total = (total + follow / weights.sum().clamp_min(1e-6)) / 2
+            losses = (losses + self._losses(*rows, labels, head)[0]) / 2
+        total = (losses * weights).sum() / weights.sum().clamp_min(1e-6)
         if self.config.autoregressive > 0:
             next_ids, known = next_tokens(batch)
             ar, _ = self._losses(
